@@ -123,9 +123,7 @@ def _load(relative: str) -> ModuleType:
     path = wheel_directory() / relative
     spec = importlib.util.spec_from_file_location(f"_household_wheel_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise ArtifactError(
-            "the alfworld package misses a file", where=str(path), remedy="reinstall alfworld==0.4.2"
-        )
+        raise ArtifactError("the alfworld package misses a file", where=str(path), remedy="reinstall alfworld==0.4.2")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from data.household.catalog import DECOR, LAMP, TASK_TYPES, catalog
+from data.household.oracle import proves_solvable
 from data.household.room import SIZES, Room, Unfit, draw_room
 from data.household.scenes import SPLITS
 from data.tasks import Panel, Task
@@ -27,8 +28,6 @@ def generate_task(seed: int, index: int, *, task_type: str, size: str, split: st
     The payload holds `pddl_problem`, `pddl_params`, `scene`, `size` and `generator` (version, seed, index).
     Raises ConfigError for an unknown type, size or split and EnvironmentFault when no attempt gives a game.
     """
-    from data.household.oracle import proves_solvable
-
     _check(task_type, size, split, seed=seed, index=index)
     for attempt in range(ATTEMPTS):
         task = draft_task(seed, index, task_type=task_type, size=size, split=split, attempt=attempt)
@@ -72,19 +71,27 @@ def draft_task(seed: int, index: int, *, task_type: str, size: str, split: str, 
 def generate_panel(
     name: str, *, seed: int, count: int, size: str, split: str, task_types: Sequence[str] = TASK_TYPES
 ) -> Panel:
-    """`count` games, the types in turn. A longer panel of the same stream begins with the games of a shorter one."""
-    if count < 1:
+    """`count` games as a panel; see `generate_games`."""
+    games = generate_games(seed=seed, count=count, size=size, split=split, task_types=task_types)
+    return Panel.of(name, list(games))
+
+
+def generate_games(
+    *, seed: int, count: int, size: str, split: str, task_types: Sequence[str] = TASK_TYPES
+) -> Iterator[Task]:
+    """`count` games, the types in turn. More games of the same stream begin with those of a shorter call.
+
+    Raises ConfigError before the first game when an argument cannot be.
+    """
+    if isinstance(count, bool) or count < 1:
         raise ConfigError("a panel needs a task", where="count", expected=">= 1", found=count)
     kinds = tuple(dict.fromkeys(task_types))
     if not kinds:
         raise ConfigError("no task type is named", where="types", expected=f"some of {', '.join(TASK_TYPES)}")
-    return Panel.of(
-        name,
-        [
-            generate_task(seed, position // len(kinds), task_type=kinds[position % len(kinds)], size=size, split=split)
-            for position in range(count)
-        ],
-    )
+    for kind in kinds:
+        _check(kind, size, split, seed=seed)
+    places = ((position // len(kinds), kinds[position % len(kinds)]) for position in range(count))
+    return (generate_task(seed, index, task_type=kind, size=size, split=split) for index, kind in places)
 
 
 def problem_text(room: Room, *, name: str) -> str:

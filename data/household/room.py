@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TypeVar
 
 from data.household.catalog import ATTRACTION, CAPACITY, DECOR, LAMP, STATIONS, UNLIMITED, catalog
@@ -89,13 +89,13 @@ def draw_room(rng: random.Random, *, task_type: str, size: str, split: str) -> R
     return furniture.room()
 
 
-@lru_cache(maxsize=None)
+@cache
 def eligible_scenes(task_type: str, split: str) -> tuple[int, ...]:
     """The floor plans of a split in which a task type has a goal."""
     return tuple(number for number in scene_numbers(split) if scene_goals(number, task_type))
 
 
-@lru_cache(maxsize=None)
+@cache
 def scene_goals(number: int, task_type: str) -> tuple[Goal, ...]:
     """Every goal of a type that a floor plan admits: target and destination exist, and they are not the trivial pair."""
     plan, known = scene(number), catalog()
@@ -152,7 +152,8 @@ class _Furniture:
         while len(self.chosen) < min(wanted, len(self.plan.receptacles)):
             kinds = Counter(receptacle.kind for receptacle in self.chosen)
             rest = [receptacle for receptacle in self.plan.receptacles if receptacle not in self.chosen]
-            self.chosen.add(_weighted(self.rng, rest, lambda receptacle: 1.0 / (1 + kinds[receptacle.kind]) ** 2))
+            weights = [1.0 / (1 + kinds[receptacle.kind]) ** 2 for receptacle in rest]
+            self.chosen.add(_weighted(self.rng, rest, weights))
 
     def fill_objects(self) -> None:
         """Everything else that lies about, up to a number drawn within the size's bounds."""
@@ -161,8 +162,8 @@ class _Furniture:
         here = [receptacle for receptacle in self.plan.receptacles if receptacle in self.chosen]
         pool = [kind for kind in self.plan.object_kinds if self._holders(kind, here)]
         while len(self.things) < wanted and pool:
-            crowding = self.bounds.crowding
-            kind = _weighted(self.rng, pool, lambda name: 1.0 / (1 + crowding * self.kinds[name]))
+            weights = [1.0 / (1 + self.bounds.crowding * self.kinds[kind]) for kind in pool]
+            kind = _weighted(self.rng, pool, weights)
             if self.kinds[kind] >= _most(kind) or not self._holders(kind, here):
                 pool.remove(kind)
                 continue
@@ -186,7 +187,7 @@ class _Furniture:
         holders = self._holders(kind, among)
         if not holders:
             raise Unfit(f"nothing can hold another {kind}")
-        holder = _weighted(self.rng, holders, lambda receptacle: ATTRACTION[receptacle.kind])
+        holder = _weighted(self.rng, holders, [ATTRACTION[receptacle.kind] for receptacle in holders])
         self.things.append(Thing(self._new_identifier(kind, holder.place), kind, holder))
         self.chosen.add(holder)
         self.load[holder] += 1
@@ -213,9 +214,8 @@ def _most(kind: str) -> int:
     return 1 if kind == LAMP or kind in DECOR else MAX_INSTANCES
 
 
-def _weighted(rng: random.Random, items: Sequence[Item], weight: Callable[[Item], float]) -> Item:
-    """One item, drawn in proportion to its weight; items of weight zero only when there is no other."""
-    weights = [weight(item) for item in items]
+def _weighted(rng: random.Random, items: Sequence[Item], weights: Sequence[float]) -> Item:
+    """One item, drawn in proportion to its weight."""
     draw = rng.random() * sum(weights)
     for item, share in zip(items, weights, strict=True):
         draw -= share

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from data.household.catalog import catalog, wheel_directory
@@ -63,7 +63,7 @@ def scene_numbers(split: str) -> tuple[int, ...]:
     return tuple(number for number in SCENE_NUMBERS if (number in UNSEEN_SCENES) == (split == "valid_unseen"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def scene(number: int) -> Scene:
     """Read one floor plan and add its fixtures. Raises ConfigError for a number that no floor plan has."""
     if number not in SCENE_NUMBERS:
