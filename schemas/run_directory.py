@@ -83,8 +83,8 @@ class RunDirectory:
         return self.step_dir("checkpoints", step)
 
     def panel_path(self, name: str) -> Path:
-        """`RUN/panels/<name>.jsonl`."""
-        return self.root / "panels" / f"{name}.jsonl"
+        """`RUN/panels/<name>.jsonl.xz`."""
+        return self.root / "panels" / f"{name}.jsonl.xz"
 
     @property
     def log_path(self) -> Path:

@@ -34,7 +34,7 @@ from schemas.artifacts import (
 )
 from schemas.errors import ArtifactError, NumericsError
 from schemas.run_directory import RunDirectory
-from schemas.tables import SCHEMAS
+from schemas.tables import SCHEMAS, VERSION
 
 ROW_GROUP_ROWS = 8192
 
@@ -273,23 +273,39 @@ def read_table(run: RunDirectory, name: str, step: int, columns: Sequence[str] |
     schema = SCHEMAS[name]
     wanted = schema if columns is None else pa.schema([schema.field(column) for column in columns], schema.metadata)
     manifest = read_manifest(folder, remedy=remedy)
+    paths = [folder / file_name for file_name in sorted(manifest.files)]
+    return _concatenate(paths, name, wanted, remedy)
+
+
+def read_parts(run: RunDirectory, name: str, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+    """The parts of a step that are published so far, finished or not; pages are checked against their own checksums."""
+    schema = SCHEMAS[name]
+    wanted = schema if columns is None else pa.schema([schema.field(column) for column in columns], schema.metadata)
+    files = _part_files(run.step_dir(name, step))
+    return _concatenate([files[part] for part in sorted(files)], name, wanted, rebuild_command(run, name, step))
+
+
+def _concatenate(paths: Sequence[Path], name: str, wanted: pa.Schema, remedy: str) -> pa.Table:
     parts = []
-    for file_name in sorted(manifest.files):
-        path = folder / file_name
+    for path in paths:
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 if not _has_schema(file, name):
                     raise ArtifactError(
                         "a file has another schema than this release",
                         where=str(path),
-                        expected=schema.metadata,
+                        expected=f"version {VERSION} of {name}",
+                        found=_version_of(file),
                         remedy=remedy,
                     )
-                parts.append(file.read(columns=wanted.names).select(wanted.names))
+                part = file.read(columns=wanted.names).select(wanted.names)
         except (OSError, pa.ArrowException) as error:
             raise ArtifactError("a file cannot be read", where=str(path), found=str(error), remedy=remedy) from error
-    return (
-        pa.concat_tables([part.replace_schema_metadata(schema.metadata) for part in parts])
-        if parts
-        else wanted.empty_table()
-    )
+        parts.append(part.replace_schema_metadata(wanted.metadata))
+    return pa.concat_tables(parts) if parts else wanted.empty_table()
+
+
+def _version_of(file: pq.ParquetFile) -> str:
+    facts = file.schema_arrow.metadata or {}
+    version, table = facts.get(b"rsipo.version", b"none"), facts.get(b"rsipo.table", b"another table")
+    return f"version {version.decode(errors='replace')} of {table.decode(errors='replace')}"

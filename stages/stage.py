@@ -98,7 +98,7 @@ class Stopwatch:
     """
 
     def __init__(
-        self, run: RunDirectory, stage: str, step: int, *, clock: Callable[[], float] = time.perf_counter
+        self, run: RunDirectory, step: int, stage: str, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._run, self._stage, self._step, self._clock = run, stage, step, clock
         self._attempt = uuid.uuid4().hex
