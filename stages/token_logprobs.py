@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens without a second copy of the logits: method section 3, first paragraph.
 
 A `(B, T, V)` tensor of logits is the largest tensor of a training step. `token_logprobs` takes it as it is and works through
-it in slices along T, in float32, saving only one number a token for the backward pass; `head_logprobs` never has it whole:
+it in slices along T, in float32 (float64 for float64 logits), saving only one number a token for the backward pass; `head_logprobs` never has it whole:
 it applies the output head slice by slice and again in the backward pass.
 """
 
@@ -25,7 +25,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float, chunk: int) -> Tensor:
         pieces, normalisers = [], []
         for start in range(0, targets.shape[1], chunk):
-            scaled = logits[:, start : start + chunk].float() / temperature
+            scaled = _working(logits[:, start : start + chunk]) / temperature
             wanted = targets[:, start : start + chunk]
             normaliser = torch.logsumexp(scaled, dim=-1)
             chosen = scaled.gather(-1, wanted.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -43,9 +43,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, targets.shape[1], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             wanted = targets[:, part]
-            upstream = torch.where(wanted >= 0, grad_output[:, part].float() / ctx.temperature, 0.0).unsqueeze(-1)
-            # upstream * (one_hot(target) - softmax), built in place in the one slice-sized buffer.
-            grad = logits[:, part].float().div_(ctx.temperature).sub_(normalisers[:, part].unsqueeze(-1)).exp_()
+            upstream = torch.where(wanted >= 0, grad_output[:, part] / ctx.temperature, 0.0).unsqueeze(-1)
+            # upstream * (one_hot(target) - softmax), built in one slice-sized buffer.
+            grad = _working(logits[:, part]) / ctx.temperature
+            grad.sub_(normalisers[:, part].unsqueeze(-1)).exp_()
             grad.mul_(-upstream)
             grad.scatter_add_(-1, wanted.clamp(min=0).unsqueeze(-1), upstream)
             # Padding may hold infinities, where 0 * NaN would be NaN.
@@ -56,7 +57,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def token_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, chunk_tokens: int = CHUNK_TOKENS
 ) -> Tensor:
-    """log softmax(logits / temperature) at the targets, `(B, T)` float32, with gradient.
+    """log softmax(logits / temperature) at the targets, `(B, T)`, with gradient; float32, or float64 for float64 logits.
 
     `logits` `(B, T, V)` in any float type, aligned with `targets` `(B, T)` (the caller shifts); a negative target marks
     padding: value 0, gradient exactly 0, whatever the logits there. Beyond its output and the gradient of the logits it
@@ -68,7 +69,7 @@ def token_logprobs(
     """
     _check(temperature, chunk_tokens)
     if targets.shape[1] == 0:
-        return logits.sum(-1).float()  # (B, 0), connected to the graph
+        return _working(logits.sum(-1))  # (B, 0), connected to the graph
     return _TokenLogprobs.apply(logits, targets, float(temperature), chunk_tokens)
 
 
@@ -93,7 +94,12 @@ def head_logprobs(
     for start in range(0, targets.shape[1], chunk_tokens):
         part = slice(start, start + chunk_tokens)
         pieces.append(checkpoint(slice_logprobs, hidden[:, part], targets[:, part], use_reentrant=False))
-    return torch.cat(pieces, dim=1) if pieces else hidden.sum(-1).float()
+    return torch.cat(pieces, dim=1) if pieces else _working(hidden.sum(-1))
+
+
+def _working(logits: Tensor) -> Tensor:
+    """Half precision as float32; float32 and float64 as they are."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _check(temperature: float, chunk_tokens: int) -> None:
