@@ -1,0 +1,135 @@
+"""Figures of finished episodes: success with its interval, by type, invalid share, turns, stop reasons. Pure; no files.
+
+An episode that ended in an environment error (`won` null) counts as not won in every success figure here and is counted
+separately: leaving it out would make a broken environment look like a better policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Z_95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
+ERROR_STOPS = ("env_error", "timeout")
+
+
+def wilson_interval(wins: int, episodes: int, z: float = Z_95) -> tuple[float, float]:
+    """Wilson score interval of a success rate; (0, 1) for no episode.
+
+    centre = (p + z^2 / 2n) / (1 + z^2 / n), half width = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2).
+
+    >>> [round(bound, 4) for bound in wilson_interval(8, 10)]
+    [0.4902, 0.9433]
+    >>> wilson_interval(0, 0)
+    (0.0, 1.0)
+    """
+    if episodes == 0:
+        return 0.0, 1.0
+    rate = wins / episodes
+    scale = 1.0 + z * z / episodes
+    centre = (rate + z * z / (2 * episodes)) / scale
+    half = z / scale * math.sqrt(rate * (1.0 - rate) / episodes + z * z / (4.0 * episodes * episodes))
+    # Rounding must not push the bounds of 0 of n and n of n off the ends.
+    low = 0.0 if wins == 0 else max(0.0, centre - half)
+    high = 1.0 if wins == episodes else min(1.0, centre + half)
+    return low, high
+
+
+@dataclass(frozen=True)
+class SuccessRate:
+    """Wins among episodes, with the Wilson interval."""
+
+    name: str
+    episodes: int
+    wins: int
+    rate: float
+    low: float
+    high: float
+
+
+def success_rate(name: str, wins: int, episodes: int) -> SuccessRate:
+    """A rate and its interval; the rate of no episode is NaN."""
+    low, high = wilson_interval(wins, episodes)
+    return SuccessRate(name, episodes, wins, wins / episodes if episodes else math.nan, low, high)
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """What `evaluate` prints: one vote per episode (micro), one vote per task type (macro), and each type alone."""
+
+    micro: SuccessRate
+    macro_rate: float
+    by_type: tuple[SuccessRate, ...]
+    tasks: int
+    attempts: int
+    invalid_share: float  # invalid turns / turns
+    mean_turns: float
+    stop_reasons: dict[str, int]
+    failed: tuple[tuple[str, str], ...]  # (task id, error) of episodes that did not count
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a stage's summary and for JSON."""
+        return asdict(self)
+
+
+def evaluation_report(episodes: pa.Table) -> EvaluationReport:
+    """The report of rows of `evals`; needs the columns task_id, task_type, won, turns, invalid_turns, stop_reason, error.
+
+    Depends on the set of rows alone, not on their order.
+    """
+    won = episodes["won"].fill_null(False).to_numpy(zero_copy_only=False).astype(bool)
+    types = np.asarray(episodes["task_type"].to_pylist(), dtype=object)
+    by_type = tuple(
+        success_rate(str(name), int(won[types == name].sum()), int((types == name).sum()))
+        for name in sorted(set(types))
+    )
+    tasks = len(pc.unique(episodes["task_id"]))
+    uncounted = episodes.filter(pc.is_null(episodes["won"])).select(["task_id", "error"]).to_pylist()
+    turns = int(pc.sum(episodes["turns"]).as_py() or 0)
+    return EvaluationReport(
+        micro=success_rate("all", int(won.sum()), len(won)),
+        macro_rate=float(np.mean([entry.rate for entry in by_type])) if by_type else math.nan,
+        by_type=by_type,
+        tasks=tasks,
+        attempts=len(won) // tasks if tasks else 0,
+        invalid_share=_share(int(pc.sum(episodes["invalid_turns"]).as_py() or 0), turns),
+        mean_turns=turns / len(won) if len(won) else math.nan,
+        stop_reasons=value_counts(episodes["stop_reason"]),
+        failed=tuple(sorted((str(row["task_id"]), str(row["error"])) for row in uncounted)),
+    )
+
+
+def episode_figures(episodes: pa.Table) -> dict[str, Any]:
+    """Short figures of `rollouts` or `replays` for the screen.
+
+    Here success is taken over the episodes that count, because gains and advantages are; environment errors are listed.
+    """
+    counted = episodes["won"].drop_null()
+    turns = int(pc.sum(episodes["turns"]).as_py() or 0)
+    stops = value_counts(episodes["stop_reason"])
+    return {
+        "episodes": len(episodes),
+        "success": float(np.mean(counted.to_numpy(zero_copy_only=False))) if len(counted) else None,
+        "mean_turns": turns / len(episodes) if len(episodes) else None,
+        "invalid_share": _share(int(pc.sum(episodes["invalid_turns"]).as_py() or 0), turns),
+        "sampled_tokens": int(pc.sum(episodes["sampled_tokens"]).as_py() or 0),
+        "env_errors": sum(stops.get(reason, 0) for reason in ERROR_STOPS),
+        "stop_reasons": stops,
+    }
+
+
+def value_counts(values: pa.ChunkedArray | Sequence[Any]) -> dict[str, int]:
+    """How often each value that is not null occurs, in order of the values."""
+    column = values if isinstance(values, pa.ChunkedArray) else pa.chunked_array([pa.array(values, pa.string())])
+    pairs = pc.value_counts(column.drop_null()).to_pylist()
+    return {str(pair["values"]): int(pair["counts"]) for pair in sorted(pairs, key=lambda pair: str(pair["values"]))}
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
