@@ -50,6 +50,15 @@ def load_config(preset: str | None = None, file: Path | None = None, sets: Seque
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError("cannot read the configuration file", where=str(file), found=_reason(error)) from error
         _merge(data, origins, text, str(file))
+    return _with_settings(data, origins, sets)
+
+
+def override_config(config: Config, sets: Sequence[str]) -> Config:
+    """`config` with `key=value` settings applied. Raises ConfigError as `load_config` does."""
+    return _with_settings(config.model_dump(), {}, sets)
+
+
+def _with_settings(data: dict[str, Any], origins: Origins, sets: Sequence[str]) -> Config:
     for setting in sets:
         path, value = parse_setting(setting)
         _put(data, path, value)

@@ -1,0 +1,93 @@
+"""What a configuration amounts to: episodes, parts, tokens and bytes of a step, known before anything runs."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from schemas.config import Config
+
+MINIMUM_FREE_BYTES = 32 * 1024 * 1024
+
+# Bytes in Parquet for one token of a turn: an id of the prompt or reply, and the reply's log-probability, compressed.
+_PROMPT_TOKEN_BYTES, _REPLY_TOKEN_BYTES = 2, 6
+_TURN_TEXT_BYTES = 600
+
+
+def make_plan(config: Config, root: Path | None = None) -> dict[str, Any]:
+    """Derived figures, in the order they are shown. Upper bounds are named `most_*`.
+
+    Raises ConfigError for arithmetic that cannot work, such as a generated panel smaller than a step.
+    """
+    tasks = config.tasks.per_step
+    for key in ("train", "evaluate"):
+        _check_panel(key, getattr(config.tasks, key), tasks if key == "train" else 1)
+    student, teacher = tasks * config.rollout.group_size, tasks * config.replay.replays
+    turns = (student + teacher) * config.env.max_turns
+    checkpoint = checkpoint_bytes(config)
+    tables = turns * turn_bytes(config)
+    kept = config.run.keep_last + (config.run.steps // config.run.keep_every if config.run.keep_every else 0) + 1
+    plan: dict[str, Any] = {
+        "steps": config.run.steps,
+        "tasks_per_step": tasks,
+        "student_episodes_per_step": student,
+        "most_skills_per_step": tasks,
+        "most_replays_per_step": teacher,
+        "parts_per_step": math.ceil(tasks / config.rollout.groups_per_part),
+        "most_turns_per_step": turns,
+        "most_sampled_tokens_per_step": turns * config.prompt.max_reply_tokens + tasks * config.replay.max_skill_tokens,
+        "evaluations": 1 + config.run.steps // config.evaluate.every if config.evaluate.every else 0,
+        "most_table_bytes_per_step": tables,
+        "checkpoint_bytes": checkpoint,
+        "most_bytes_of_the_run": None if checkpoint is None else tables * config.run.steps + checkpoint * kept,
+    }
+    if root is not None:
+        plan["run_directory"] = str(Path(root).expanduser().resolve())
+        plan["free_bytes"] = shutil.disk_usage(_existing(Path(plan["run_directory"]))).free
+    return plan
+
+
+def turn_bytes(config: Config) -> int:
+    """Most bytes of one turn's row on disk."""
+    # append_only stores only what was added since the last reply; an observation is far shorter than a whole prompt.
+    prompt = config.prompt.max_prompt_tokens if config.prompt.mode == "window" else 256
+    return prompt * _PROMPT_TOKEN_BYTES + config.prompt.max_reply_tokens * _REPLY_TOKEN_BYTES + _TURN_TEXT_BYTES
+
+
+def checkpoint_bytes(config: Config) -> int | None:
+    """Bytes of one checkpoint with optimiser state; None for a model that is not on this disk yet."""
+    path = config.model.path
+    if path.startswith("bundled:"):
+        folder = Path(str(resources.files("data"))) / "policies" / path.removeprefix("bundled:")
+    else:
+        folder = Path(path).expanduser()
+    weights = sum(file.stat().st_size for file in sorted(folder.glob("*.safetensors"))) if folder.is_dir() else 0
+    if not weights:
+        return None
+    # AdamW keeps two fp32 moments, and fp32 parameters besides lower-precision weights.
+    return weights * (3 if config.model.dtype == "float32" else 7)
+
+
+def _check_panel(key: str, source: str, least: int) -> None:
+    count = re.search(r"(?:^|[:,])count=(\d+)", source) if source.startswith("generated:") else None
+    if count and int(count[1]) < least:
+        raise ConfigError(
+            "the panel is smaller than one step",
+            where=f"tasks.{key}",
+            expected=f"at least {least} tasks",
+            found=count[1],
+            remedy="raise count or lower tasks.per_step",
+        )
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
