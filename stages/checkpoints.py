@@ -1,0 +1,388 @@
+"""Model checkpoints: where a model comes from, what its weights hash to, and how one becomes an artefact.
+
+A checkpoint `checkpoints/step=00001/` holds `model/` (Hugging Face layout: config.json, model.safetensors, tokenizer files)
+and `optimizer/` (safetensors of the optimiser state by parameter name, state.json); its manifest names `weights_sha256`.
+Nothing here unpickles, and nothing runs code that comes with a model. The weights hash covers names, types, shapes and
+bytes of the tensors, so it does not depend on sharding or metadata; it needs no tensor library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from schemas.errors import ArtifactError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from schemas.artifacts import Manifest
+    from schemas.run_directory import RunDirectory
+
+BUNDLED_PREFIX = "bundled:"
+KIND = "checkpoint"
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_READ_BYTES = 1 << 22
+
+
+def resolve_model(path: str, revision: str | None = None) -> Path:
+    """The directory of a model: `bundled:NAME`, a directory, or a hub name (downloaded: configuration, tokenizer, safetensors).
+
+    Raises ConfigError when there is no such model, when it holds no safetensors, or when a hub name cannot be fetched.
+    """
+    if path.startswith(BUNDLED_PREFIX):
+        directory = _bundled(path.removeprefix(BUNDLED_PREFIX))
+    elif Path(path).expanduser().is_dir():
+        directory = Path(path).expanduser().resolve()
+    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ConfigError(
+            "there is no such model directory",
+            where="model.path",
+            found=path,
+            remedy="check the path, or use bundled:NAME",
+        )
+    else:
+        directory = _from_hub(path, revision)
+    _require_layout(directory, path)
+    return directory
+
+
+def _bundled(name: str) -> Path:
+    policies = Path(str(importlib.resources.files("data"))) / "policies"
+    known = sorted(entry.name for entry in policies.iterdir() if entry.is_dir()) if policies.is_dir() else []
+    if name not in known:
+        raise ConfigError(
+            "there is no such bundled model",
+            where="model.path",
+            expected=" or ".join(f"{BUNDLED_PREFIX}{entry}" for entry in known) or "a package with bundled models",
+            found=f"{BUNDLED_PREFIX}{name}",
+        )
+    return policies / name
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many kinds: network, name, revision, licence, disk
+        raise ConfigError(
+            "cannot fetch the model",
+            where="model.path",
+            found=f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            remedy="check the name and the network, or download it and give its directory",
+        ) from error
+
+
+def _require_layout(directory: Path, path: str) -> None:
+    if not (directory / "config.json").is_file():
+        raise ConfigError("not a model directory", where="model.path", expected="config.json", found=path)
+    if weight_files(directory):
+        return
+    pickled = sorted(file.name for suffix in ("*.bin", "*.pt", "*.pth") for file in directory.glob(suffix))
+    raise ConfigError(
+        "the model has no safetensors weights",
+        where="model.path",
+        expected="*.safetensors",
+        found=f"{', '.join(pickled)} (pickled weights are never loaded)" if pickled else f"no weights in {path}",
+        remedy="convert it with transformers' save_pretrained",
+    )
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a model, sorted by name."""
+    return sorted(model_dir.glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a safetensors file: its place in the file, in bytes."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def tensor_entries(model_dir: Path) -> dict[str, TensorEntry]:
+    """Every tensor of a model by name, in order of the names. ArtifactError for a damaged file or a name that occurs twice."""
+    found: dict[str, TensorEntry] = {}
+    for file in weight_files(model_dir):
+        for entry in _header(file):
+            if entry.name in found:
+                raise ArtifactError("a tensor occurs in two files of a model", where=str(file), found=entry.name)
+            found[entry.name] = entry
+    if not found:
+        raise ArtifactError("a model without weights", where=str(model_dir), expected="model.safetensors")
+    return dict(sorted(found.items()))
+
+
+def _header(file: Path) -> Iterator[TensorEntry]:
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise ValueError(f"header of {length} bytes in a file of {size}")
+            header: dict[str, Any] = json.loads(stream.read(length))
+        for name, value in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = value["data_offsets"]
+            if not 0 <= begin <= end <= size - 8 - length:
+                raise ValueError(f"tensor {name} ends beyond the file")
+            yield TensorEntry(file, name, value["dtype"], tuple(value["shape"]), 8 + length + begin, end - begin)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            "a damaged weights file", where=str(file), expected="safetensors", found=str(error), remedy="copy it again"
+        ) from error
+
+
+class WeightsHash:
+    """sha256 over (name, type, shape, sha256 of the bytes) of tensors, added in any order."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, bytes] = {}
+
+    def add(self, name: str, dtype: str, shape: Iterable[int], content: Iterable[bytes | memoryview]) -> None:
+        """One tensor; `content` are the blocks of its bytes."""
+        digest = hashlib.sha256()
+        for block in content:
+            digest.update(block)
+        self._lines[name] = json.dumps([name, dtype, list(shape), digest.hexdigest()]).encode() + b"\n"
+
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """One tensor in memory, hashed as a checkpoint would store it."""
+        import torch
+
+        plain = tensor.detach().cpu().contiguous().reshape(-1)
+        content = [memoryview(plain.view(torch.uint8).numpy())] if plain.numel() else []
+        self.add(name, _DTYPE_NAMES.get(str(tensor.dtype), str(tensor.dtype)), tensor.shape, content)
+
+    def hexdigest(self) -> str:
+        """The hash of what was added."""
+        return hashlib.sha256(b"".join(self._lines[name] for name in sorted(self._lines))).hexdigest()
+
+
+_DTYPE_NAMES = {"torch.float32": "F32", "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float64": "F64"}
+
+
+def weights_sha256(model_dir: Path) -> str:
+    """Hash of a model's weights on disk; equal for every sharding of the same tensors."""
+    digest = WeightsHash()
+    for entry in tensor_entries(model_dir).values():
+        digest.add(entry.name, entry.dtype, entry.shape, _blocks(entry))
+    return digest.hexdigest()
+
+
+def _blocks(entry: TensorEntry) -> Iterator[bytes]:
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.start)
+        left = entry.size
+        while left:
+            block = stream.read(min(left, _READ_BYTES))
+            if not block:
+                raise ArtifactError("a truncated weights file", where=str(entry.file), found=entry.name)
+            yield block
+            left -= len(block)
+
+
+def load_model(model_dir: Path, dtype: str = "float32") -> PreTrainedModel:
+    """The causal language model of a directory, every weight from its files. `dtype`: float32 or bfloat16.
+
+    Raises ArtifactError when a weight is missing, has another shape, or would be newly initialised.
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        lines = str(error).strip().splitlines()
+        raise ArtifactError(
+            "cannot load the model", where=str(model_dir), found=lines[0] if lines else type(error).__name__
+        ) from error
+    missing = sorted(str(key) for key in report["missing_keys"])
+    mismatched = sorted(str(entry[0]) for entry in report.get("mismatched_keys", ()))
+    if missing or mismatched:
+        raise ArtifactError(
+            "weights of the model are missing and would be newly initialised",
+            where=str(model_dir),
+            expected="every parameter in the safetensors files",
+            found=", ".join((missing + mismatched)[:3]),
+        )
+    return model
+
+
+def load_tokenizer(model_dir: Path) -> Any:
+    """The tokenizer of a model directory. ConfigError when it cannot be loaded or has no chat template."""
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            model_dir, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        lines = str(error).strip().splitlines()
+        raise ConfigError(
+            "cannot load the model's tokenizer", where=str(model_dir), found=lines[0] if lines else type(error).__name__
+        ) from error
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "the tokenizer has no chat template",
+            where=str(model_dir),
+            expected="chat_template.jinja or chat_template in tokenizer_config.json",
+            remedy="take an instruct model, or add a template",
+        )
+    return tokenizer
+
+
+def import_model(source: Path, target: Path, dtype: str = "float32") -> str:
+    """Write the model of `source` to `target/` in our layout, checked; returns its weights hash.
+
+    One safetensors file, tokenizer files copied byte by byte. Raises ConfigError or ArtifactError for a model that cannot
+    be used: no chat template, a vocabulary larger than the embedding, weights that are missing.
+    """
+    tokenizer = load_tokenizer(source)
+    model = load_model(source, dtype)
+    embedded = int(model.get_input_embeddings().weight.shape[0])
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= embedded:
+        raise ConfigError(
+            "the tokenizer's vocabulary does not fit the model",
+            where=str(source),
+            expected=f"ids below {embedded}, the rows of the embedding",
+            found=f"id {largest}",
+            remedy="take the tokenizer that belongs to the model, or resize its embedding",
+        )
+    target.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(target, max_shard_size="1000TB")
+    copy_tokenizer_files(source, target)
+    return weights_sha256(target)
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copy tokenizer, template and generation settings unchanged."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def write_weights(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write `tensors` as the model of `target`, with configuration and tokenizer of `source`.
+
+    The key set must be that of `source`, tied copies left out. Raises ArtifactError otherwise, or for an empty tensor.
+    """
+    from safetensors.torch import save_file
+
+    expected = tensor_entries(source)
+    if set(tensors) != set(expected):
+        different = sorted(set(tensors) ^ set(expected))
+        raise ArtifactError("the trained model has other tensors", where=str(source), found=", ".join(different[:3]))
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != expected[name].shape or math.prod(tensor.shape) == 0:
+            raise ArtifactError(
+                "a trained tensor has another shape",
+                where=name,
+                expected=expected[name].shape,
+                found=tuple(tensor.shape),
+            )
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source / "config.json", target / "config.json")
+    copy_tokenizer_files(source, target)
+    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    save_file(ordered, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def checkpoint_sha256(run: RunDirectory, step: int) -> str:
+    """The weights hash a checkpoint's manifest names. ArtifactError when the checkpoint is missing or damaged."""
+    from schemas.artifacts import read_manifest
+
+    return str(read_manifest(run.checkpoint_dir(step), verify=False).extra["weights_sha256"])
+
+
+def publish_initial_checkpoint(run: RunDirectory) -> Manifest:
+    """`checkpoints/step=00000` from `model.path`, unless `sft-skills` or an earlier start has made it; its manifest."""
+    from schemas.artifacts import publish_directory, read_manifest, sha256_json
+
+    target = run.checkpoint_dir(0)
+    if (target / "manifest.json").is_file():
+        return read_manifest(target, verify=False)
+    model = run.config.model
+    source = resolve_model(model.path, model.revision)
+    extra: dict[str, Any] = {}
+
+    def write(directory: Path) -> None:
+        extra["weights_sha256"] = import_model(source, directory / "model", model.dtype)
+
+    inputs = {"model": sha256_json(model.model_dump(mode="json")), "source_weights": weights_sha256(source)}
+    return publish_directory(target, kind=KIND, inputs=inputs, write=write, extra=extra)
+
+
+def checkpoint_steps(run: RunDirectory) -> list[int]:
+    """Steps that have a complete checkpoint (a manifest), ascending."""
+    root = run.checkpoint_dir(0).parent
+    if not root.is_dir():
+        return []
+    found = [
+        entry.name for entry in os.scandir(root) if entry.is_dir() and (Path(entry.path) / "manifest.json").is_file()
+    ]
+    return sorted(int(name.removeprefix("step=")) for name in found if name.startswith("step="))
+
+
+def checkpoints_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
+    """Which checkpoints retention removes: never step 0, the `keep_last` newest, or every `keep_every`-th (0: none).
+
+    >>> checkpoints_to_remove(range(8), keep_last=2, keep_every=3)
+    [1, 2, 4, 5]
+    """
+    ordered = sorted(steps)
+    kept = {0, *ordered[-max(1, keep_last) :]} | {step for step in ordered if keep_every and step % keep_every == 0}
+    return [step for step in ordered if step not in kept]
+
+
+def apply_retention(run: RunDirectory) -> list[int]:
+    """Remove the checkpoints that `run.keep_last` and `run.keep_every` do not keep; the removed steps.
+
+    Call it after the newest checkpoint has been verified. The manifest goes first: a checkpoint that is half removed is
+    then incomplete, never damaged.
+    """
+    section = run.config.run
+    removed = checkpoints_to_remove(checkpoint_steps(run), keep_last=section.keep_last, keep_every=section.keep_every)
+    for step in removed:
+        directory = run.checkpoint_dir(step)
+        (directory / "manifest.json").unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+    return removed
