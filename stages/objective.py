@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import stages.token_credit  # noqa: F401  registers the sibling methods' advantage parts
 from schemas.errors import NumericsError
 from stages.loss_parts import (
     ADVANTAGE_PARTS,

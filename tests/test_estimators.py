@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -352,3 +355,42 @@ def test_shrunk_reward_has_the_sign_of_the_raw_one_and_is_no_larger(gain, mean, 
     raw = skill_rewards(gain, 0.0, mean, "raw", limit=10.0)
     small = skill_rewards(gain, shrunk_gain(gain, mean, factor), mean, "shrunk", limit=10.0)
     assert abs(small) <= abs(raw) and small * raw >= 0.0
+
+
+# --- what the estimators are for
+
+
+def simulated(win_with: list[float], win_without: float, tasks: int, steps: int, seed: int):
+    """The last step's shrunk gains and types of a simulation with one type per entry of `win_with`, K = 4 and 4 controls."""
+    rng = np.random.default_rng(seed)
+    statistics = Statistics()
+    for _ in range(steps):
+        type_Q = np.arange(tasks) % len(win_with)
+        task_E = np.repeat(np.arange(tasks), 4)
+        replay = task_moments(rng.random(4 * tasks) < np.array(win_with)[type_Q][task_E], task_E, tasks)
+        control = task_moments(rng.random(4 * tasks) < win_without, task_E, tasks)
+        names = tuple(f"type-{code}" for code in range(len(win_with)))
+        gains = TaskGains(replay_gains(replay, control), replay, control, type_Q, names)
+        statistics = update_statistics(statistics, gains)
+    return shrink(statistics, gains).shrunk_gain_Q, type_Q
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_good_skills_earn_trust_harmful_ones_lose_it_and_useless_ones_leave_it_alone(seed):
+    shrunk, type_Q = simulated([0.9, 0.1, 0.5], 0.5, tasks=96, steps=20, seed=seed)
+    omega = trust(shrunk)
+    assert (omega[type_Q == 0] > 1.3).all() and (omega[type_Q == 1] < 0.7).all()
+    assert np.abs(omega[type_Q == 2] - 1.0).mean() < 0.2
+
+
+def test_shrunk_gain_is_nearer_the_truth_than_raw_gain_and_type_mean():
+    path = Path(__file__).parent.parent / "benchmarks" / "shrinkage.py"
+    spec = importlib.util.spec_from_file_location("shrinkage_benchmark", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = benchmark  # dataclasses look their module up
+    spec.loader.exec_module(benchmark)
+    world = benchmark.make_world(6, True, np.random.default_rng(0))
+    for replays in (2, 4, 8):
+        errors = benchmark.squared_errors(world, 96, 20, replays, np.random.default_rng(replays))
+        raw, mean, shrunk = errors.mean(axis=1)
+        assert shrunk < min(raw, mean)
