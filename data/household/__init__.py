@@ -1,1 +1,1 @@
-"""The household world: games as data, our driver, the stock engine behind the same interface, panels and a generator."""
+"""The household world: games as data, our driver, the stock engine, panels and a generator of games."""

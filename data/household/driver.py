@@ -1,7 +1,7 @@
 """The fast driver: one live game over our own state, with the stock engine's text, commands and outcome.
 
-Nothing of the engine is imported at run time. Sessions share only the parsed problem, which never changes, so any number
-of them interleave; a session can be cloned at any point.
+Nothing of the engine is imported at run time. Sessions share only the parsed problem, which never changes, so any
+number of them interleave; a session can be cloned at any point.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The household environment: ALFWorld's own text games, behind `data.environments.Environment`.
 
-`driver = "fast"` plays them with our own driver (`data.household.driver`), `driver = "stock"` with the stock engine. Both
-give the same text, admissible commands and outcome; their version strings differ, so episodes of one are never taken for
-episodes of the other.
+`driver = "fast"` plays them with our own driver (`data.household.driver`), `driver = "stock"` with the stock engine.
+Both give the same text, admissible commands and outcome; their version strings differ, so episodes of one are never
+taken for episodes of the other.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from data.tasks import Panel, Task
 from schemas.errors import ConfigError
 
 DRIVERS = ("fast", "stock")
-PROMPTS = {"standard": StandardPrompts, "compact": CompactPrompts}
+PROMPTS: dict[str, type[StandardPrompts] | type[CompactPrompts]] = {
+    "standard": StandardPrompts,
+    "compact": CompactPrompts,
+}
 
 
 class HouseholdEnvironment:
     """Factory of household sessions.
 
-    Options (`env.options.*`): `driver` "fast" or "stock"; `reset_timeout_seconds` and `step_timeout_seconds`, wall clock,
-    checked after the call; `prompts` "standard" (instruction-tuned models) or "compact" (the bundled small policy).
-    Raises ConfigError for other values.
+    Options (`env.options.*`): `driver` "fast" or "stock"; `reset_timeout_seconds` and `step_timeout_seconds`, wall
+    clock, checked after the call; `prompts` "standard" (instruction-tuned models) or "compact" (the bundled small
+    policy). Raises ConfigError for other values.
     """
 
     name = "household"
@@ -53,8 +56,8 @@ class HouseholdEnvironment:
     def start(self, task: Task) -> Session:
         """Begin the task's game from its very beginning.
 
-        Raises EnvironmentFault (wrong edition of the engine, time-out, a game the stock engine refuses) or ArtifactError
-        (a malformed game).
+        Raises EnvironmentFault (wrong edition of the engine, time-out, a game the stock engine refuses) or
+        ArtifactError (a malformed game).
         """
         if self.driver == "stock":
             return StockSession(task, self.version, **self._limits)

@@ -2,7 +2,8 @@
 
 Nested `exists`/`and` are flattened into one search over all their variables. Facts that no action changes shrink each
 variable's domain beforehand, and every condition is checked as soon as its last variable is bound, so that goals about
-two objects cost a handful of look-ups. All other formulas (`or`, `not`, `forall`, `imply`, `=`) are evaluated as written.
+two objects cost a handful of look-ups. All other formulas (`or`, `not`, `forall`, `imply`, `=`) are evaluated as
+written.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ Check = Callable[[FactSource, Binding], bool]
 class Formula:
     """A parsed formula. `kind` is and, or, not, imply, exists, forall, = or atom.
 
-    `parts` are the sub-formulas; `variables` the (name, type) pairs of a quantifier; `predicate` and `arguments` belong to
-    atoms (and `arguments` to =). Variables start with "?".
+    `parts` are the sub-formulas; `variables` the (name, type) pairs of a quantifier; `predicate` and `arguments`
+    belong to atoms (and `arguments` to =). Variables start with "?".
     """
 
     kind: str
@@ -165,14 +166,14 @@ class Goal:
         domains = {name: self._domain(name, kind, conditions) for name, kind in variables}
         names_of = [_names(condition) & domains.keys() for condition in conditions]
         checks = [self._prepare(condition) for condition in conditions]
-        first = [check for check, names in zip(checks, names_of) if not names]
+        first = [check for check, names in zip(checks, names_of, strict=True) if not names]
         order: list[tuple[str, tuple[str, ...], list[Check]]] = []
         bound: set[str] = set()
         while len(bound) < len(domains):
             free = [name for name in domains if name not in bound]
             name = min(free, key=lambda n: (not _closes(n, bound, names_of), len(domains[n])))
             bound.add(name)
-            ready = [check for check, names in zip(checks, names_of) if name in names and names <= bound]
+            ready = [check for check, names in zip(checks, names_of, strict=True) if name in names and names <= bound]
             order.append((name, domains[name], ready))
 
         def search(state: FactSource, binding: Binding, depth: int = 0) -> bool:
@@ -205,7 +206,7 @@ def _atom_check(formula: Formula) -> Check:
 
 
 def _fits(fact: tuple[str, ...], arguments: tuple[str, ...]) -> bool:
-    return all(argument.startswith("?") or argument == value for argument, value in zip(arguments, fact))
+    return all(argument.startswith("?") or argument == value for argument, value in zip(arguments, fact, strict=True))
 
 
 def _closes(name: str, bound: set[str], names_of: list[set[str]]) -> bool:

@@ -1,9 +1,10 @@
 """One household game as data: the text of a PDDL problem read once into an immutable `HouseholdProblem`.
 
-The reader keeps what the engine's own translator keeps: everything is lower case, comments and repeated facts do not count,
-`(not ...)` and `(= ...)` entries of the initial state are ignored. Display names ("cabinet 3") are numbered the way the
-engine's wrapper numbers them: ids sorted, the first of a class gets the highest number. Games outside of what the driver
-reproduces exactly (two agents, a receptacle at two places, ...) are refused here, not played differently.
+The reader keeps what the engine's own translator keeps: everything is lower case, comments and repeated facts do not
+count, `(not ...)` and `(= ...)` entries of the initial state are ignored. Display names ("cabinet 3") are numbered
+the way the engine's wrapper numbers them: ids sorted, the first of a class gets the highest number. Games outside of
+what the driver reproduces exactly (two agents, a receptacle at two places, ...) are refused here, not played
+differently.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from schemas.errors import ArtifactError
 
 Fact = tuple[str, ...]
 
-# Every predicate of the domain with the types of its arguments ("object" is the root type there, but the games use it for
-# things that can be taken, seen or used; a receptacle standing in its place would change the engine's listing order).
+# Every predicate of the domain with the types of its arguments ("object" is the root type there, but the games use it
+# for things that can be taken, seen or used; a receptacle standing in its place would change the engine's listing
+# order).
 PREDICATES: dict[str, tuple[str | None, ...]] = {
     "atlocation": ("agent", "location"),
     "receptacleatlocation": ("receptacle", "location"),
@@ -82,7 +84,7 @@ class HouseholdProblem:
     @cached_property
     def location_of(self) -> dict[str, str]:
         """Receptacle id to the one location from which it is reached."""
-        return dict(sorted(self.facts["receptacleatlocation"]))
+        return {fact[0]: fact[1] for fact in sorted(self.facts["receptacleatlocation"])}
 
     @cached_property
     def receptacles(self) -> tuple[str, ...]:
@@ -258,7 +260,7 @@ def _read_facts(entries: list[Any], types: Mapping[str, str]) -> dict[str, froze
         expected = PREDICATES.get(entry[0])
         if expected is None or len(arguments) != len(expected):
             raise ArtifactError("an initial fact is not of this domain", where=":init", found=" ".join(map(str, entry)))
-        for argument, kind in zip(arguments, expected):
+        for argument, kind in zip(arguments, expected, strict=True):
             declared = types.get(argument) if isinstance(argument, str) else None
             if declared is None or (kind is not None and declared != kind):
                 raise ArtifactError(
@@ -287,13 +289,13 @@ def _display_names(facts: Mapping[str, frozenset[Fact]]) -> dict[str, str]:
     left = Counter(classes.values())
     names = {}
     for identifier in ids:
-        name = classes.get(identifier)
-        if name is None:
+        if identifier not in classes:
             # An id without an instance part has no number; the engine leaves the blank before it.
             names[identifier] = f"{_plain(identifier)} "
-        else:
-            names[identifier] = f"{name} {left[name]}"
-            left[name] -= 1
+            continue
+        name = classes[identifier]
+        names[identifier] = f"{name} {left[name]}"
+        left[name] -= 1
     return names
 
 

@@ -1,7 +1,7 @@
 """Reading a household reply: `<think>...</think>` and then one `<action>...</action>` (method section 4).
 
-A reply that is not clearly one action is invalid with a short reason code; it never becomes some other action by accident.
-Blank space and plain words around the two blocks do not matter, a further tag outside of the thought does.
+A reply that is not clearly one action is invalid with a short reason code; it never becomes some other action by
+accident. Blank space and plain words around the two blocks do not matter, a further tag outside of the thought does.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
 """The stock household engine behind the same session interface: slow, exact by definition, used for parity tests and
 `driver = "stock"`.
 
-A game is loaded once per process and reset for every session. The engine keeps one live state per loaded game, so a game's
-engines form a pool: a session borrows one and gives it back when closed, and sessions of the same task never share one.
-textworld and alfworld are imported when the first session starts. Their `shuffle` stays off (it draws from the global
-random state). Importing alfworld creates its cache folder in the home directory.
+A game is loaded once and reset many times. A loaded engine holds one live state, so a game's engines form a pool: a
+session borrows one and gives it back when closed; two live sessions never share one. textworld and alfworld are
+imported when the first session starts, which creates alfworld's cache folder in the home directory. Their `shuffle`
+stays off: it draws from the global random state.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +28,19 @@ from schemas.errors import EnvironmentFault
 STOCK_REVISION = 1
 MOST_IDLE_ENGINES = 64
 
+_GRAMMAR_SYMBOLS = '#[]{}|;<>"\\'
+
 _idle: dict[str, list[Any]] = {}
+
+
+@contextmanager
+def _kept_arguments() -> Iterator[None]:
+    """Put `sys.argv` back: the engine's translator overwrites it whenever it reads a game."""
+    arguments = sys.argv
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def load_engine(task: Task) -> Any:
@@ -34,11 +49,11 @@ def load_engine(task: Task) -> Any:
     Raises EnvironmentFault when the engine cannot be imported or refuses the game, ArtifactError for a malformed game.
     """
     problem_of(task)  # Our own reader gives the clearer message for a malformed game.
-    if any(symbol in task.text for symbol in "#[]{}|;<>"):
+    if any(symbol in task.text for symbol in _GRAMMAR_SYMBOLS):
         raise EnvironmentFault(
             "the stock engine cannot say this task text: it reads some characters as grammar",
             where=f"task {task.task_id}",
-            expected="a text without #[]{}|;<>",
+            expected=f"a text without {_GRAMMAR_SYMBOLS}",
             found=repr(task.text),
         )
     domain, grammar = installed_files()
@@ -58,7 +73,8 @@ def load_engine(task: Task) -> Any:
         ) from error
     engine = AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)), shuffle=False)
     try:
-        engine.load(game)
+        with _kept_arguments():
+            engine.load(game)
     except Exception as error:  # The engine raises whatever its parsers and its C++ library raise.
         raise EnvironmentFault(
             "the stock household engine refuses a game",
@@ -79,7 +95,8 @@ class StockSession:
         self._step_timeout_seconds = step_timeout_seconds
         waiting = _idle.get(task.sha256)
         self._engine = waiting.pop() if waiting else load_engine(task)
-        self._state = self._engine.reset()
+        with _kept_arguments():
+            self._state = self._engine.reset()
         self._first = self._observe(self._state.feedback)
         check_elapsed(started, reset_timeout_seconds, "reset", task)
 

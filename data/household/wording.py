@@ -1,7 +1,7 @@
 """What the household engine says, word for word: the grammar of the wheel the driver was written for.
 
-Every function returns the text after the action has been carried out, as the engine does. Lists name things in the order
-of their ids, not of their numbers ("a mug 2, and a mug 1").
+Every function returns the text after the action has been carried out, as the engine does. Lists name things in the
+order of their ids, not of their numbers ("a mug 2, and a mug 1").
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
 """The moving parts of one household game: state, what can be done now, what an action changes, whether the goal holds.
 
-Mirrors the engine's domain file action by action (see `Action.kind`). Quirks kept on purpose: a thing may be in two
-receptacles at once; walking to where one stands is not offered (the engine drops actions without effect); only a
-held thing can be examined (a stray comma in the domain file disables the other case); a tool works while it is closed; a lamp once used stays `istoggled`; `left` remembers from where something was taken, because the
-engine's grammar lists such things as lying "next to" the receptacle when they are put down elsewhere at the same spot.
+Mirrors the engine's domain file action by action (see `Action`). Quirks kept on purpose:
+- walking to where one stands already is not offered: the engine drops actions without effect;
+- only a held thing can be examined: a stray comma in the domain file disables the other case;
+- a tool and a lamp work while they are closed or inside something closed; a lamp once used stays `istoggled`;
+- a thing may be in two receptacles at once (some official games start like that);
+- `left` remembers from where something was taken: the engine's grammar lists such a thing as "next to" that
+receptacle when
+  it is put down elsewhere at the same spot.
 """
 
 from __future__ import annotations
@@ -34,16 +38,16 @@ class HouseholdWorld:
     """The state of one live game. All ids are those of `problem`; display names are `problem.names`."""
 
     __slots__ = (
-        "problem",
-        "location",
-        "opened",
-        "contents",
-        "object_locations",
-        "left",
-        "held",
-        "hands_full",
-        "marks",
         "_commands",
+        "contents",
+        "hands_full",
+        "held",
+        "left",
+        "location",
+        "marks",
+        "object_locations",
+        "opened",
+        "problem",
     )
 
     def __init__(self, problem: HouseholdProblem) -> None:
@@ -53,7 +57,9 @@ class HouseholdWorld:
         self.contents: dict[str, set[str]] = {receptacle: set() for receptacle in problem.receptacles}
         for thing, receptacle in problem.facts["inreceptacle"]:
             self.contents.setdefault(receptacle, set()).add(thing)
-        self.object_locations: set[tuple[str, str]] = set(problem.facts["objectatlocation"])
+        self.object_locations: set[tuple[str, str]] = {
+            (thing, location) for thing, location in problem.facts["objectatlocation"]
+        }
         self.left: set[tuple[str, str]] = set()
         self.held: set[str] = {thing for _, thing in problem.facts["holds"]}
         self.hands_full: bool = bool(problem.facts["holdsany"])

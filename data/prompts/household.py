@@ -1,5 +1,7 @@
-"""The household world's prompts in two wordings: `StandardPrompts` for instruction-tuned models, `CompactPrompts` for the
-bundled small policy, which learns the format from demonstrations and is charged for every token.
+"""The household world's prompts in two wordings.
+
+`StandardPrompts` is for instruction-tuned models, `CompactPrompts` for the bundled small policy, which learns the
+format from demonstrations and pays for every token.
 
 A skill is a titled block right after the task line; with and without it the rest is the same byte for byte, so that the
 student's and the teacher's tokens align (method section 4). A missing value never shows as text.
@@ -15,10 +17,20 @@ from data.tasks import Task
 BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 _TASK_LINE = "Your task is to:"
 
+_SETTING = "You act in a household through short text commands, one a turn."
 _REPLY_FORMAT = (
     "Reply with your reasoning and then exactly one action, in this form:\n"
     "<think>what you know, what is missing, what to do next</think>\n"
     "<action>one admissible action, word for word</action>"
+)
+
+_WISH_AFTER_SUCCESS = (
+    'In "skill" give a short workflow for tasks of this kind: the steps in order, in general words, so that it also '
+    "works in another room."
+)
+_WISH_AFTER_FAILURE = (
+    'In "skill" give the rules that avoid this failure in tasks of this kind: what to do, what not to do, in general '
+    "words, so that they also hold in another room."
 )
 
 
@@ -28,9 +40,7 @@ def room_text(first: Observation) -> str:
     >>> room_text(Observation("-= Welcome to TextWorld, ALFRED! =-\\n\\nYou are here.\\n\\nYour task is to: rest."))
     'You are here.'
     """
-    text = first.text.strip()
-    if text.startswith(BANNER):
-        text = text[len(BANNER) :]
+    text = first.text.strip().removeprefix(BANNER)
     head, found, _ = text.rpartition(_TASK_LINE)
     return (head if found else text).strip()
 
@@ -52,9 +62,8 @@ class StandardPrompts:
         """Task, skill, how to play, the room, the first admissible actions."""
         return (
             f"{self._task(task, skill)}\n"
-            "You act in a household through short text commands, one a turn. Receptacles that are closed show their content "
-            "only after they have been opened; you can hold one thing at a time. A command that is not possible answers "
-            '"Nothing happens."\n'
+            f"{_SETTING} Receptacles that are closed show their content only after they have been opened; you can hold "
+            'one thing at a time. A command that is not possible answers "Nothing happens."\n'
             f"{_REPLY_FORMAT}\n\n"
             f"{self._now(Observation(room_text(first), first.admissible_commands))}"
         )
@@ -67,8 +76,7 @@ class StandardPrompts:
         self, task: Task, history: Sequence[Turn], turns_taken: int, observation: Observation, skill: str | None
     ) -> str:
         """Task, skill, the last turns, the current observation and admissible actions, the reply format."""
-        lines = [self._task(task, skill), "You act in a household through short text commands, one a turn."]
-        lines.append(f"Turns taken so far: {turns_taken}.")
+        lines = [self._task(task, skill), _SETTING, f"Turns taken so far: {turns_taken}."]
         if history:
             lines.append(f"The last {len(history)} of them, oldest first:")
             first_number = turns_taken - len(history) + 1
@@ -83,19 +91,14 @@ class StandardPrompts:
             f"[{number}] Observation: {_plain(turn.observation)}\n[{number}] Action: {_action(turn)}"
             for number, turn in enumerate(turns, start=1)
         ]
-        wish = (
-            'In "skill" give a short workflow for tasks of this kind: the steps in order, in general words, so that it also '
-            "works in another room."
-            if won
-            else 'In "skill" give the rules that avoid this failure in tasks of this kind: what to do, what not to do, in '
-            "general words, so that they also hold in another room."
-        )
+        outcome = "success" if won else "failure"
         return (
             f"Task: {task.text}\n"
-            f"Below is one attempt at this household task. It ended in {'success' if won else 'failure'} after "
-            f"{len(turns)} turns.\n\n" + "\n".join([*steps, f"Last observation: {_plain(final.text)}"]) + "\n\n"
-            "Write down what should be remembered from it. Answer with one JSON object and nothing else, with the two text "
-            'fields "summary" and "skill". In "summary" say in one or two sentences what happened. ' + wish
+            f"Below is one attempt at this household task. It ended in {outcome} after {len(turns)} turns.\n\n"
+            + "\n".join([*steps, f"Last observation: {_plain(final.text)}"])
+            + "\n\nWrite down what should be remembered from it. Answer with one JSON object and nothing else, with "
+            'the two text fields "summary" and "skill". In "summary" say in one or two sentences what happened. '
+            + (_WISH_AFTER_SUCCESS if won else _WISH_AFTER_FAILURE)
         )
 
     @staticmethod
