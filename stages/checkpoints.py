@@ -1,9 +1,9 @@
 """Model checkpoints: where a model comes from, what its weights hash to, and how one becomes an artefact.
 
-A checkpoint `checkpoints/step=00001/` holds `model/` (Hugging Face layout: config.json, model.safetensors, tokenizer files)
-and `optimizer/` (safetensors of the optimiser state by parameter name, state.json); its manifest names `weights_sha256`.
-Nothing here unpickles, and nothing runs code that comes with a model. The weights hash covers names, types, shapes and
-bytes of the tensors, so it does not depend on sharding or metadata; it needs no tensor library.
+A checkpoint `checkpoints/step=00001/` holds `model/` (Hugging Face layout: config.json, model.safetensors, tokenizer
+files) and `optimizer/` (safetensors of the optimiser state by parameter name, state.json); its manifest names
+`weights_sha256`. Nothing here unpickles, and nothing runs code that comes with a model. The weights hash covers names,
+types, shapes and bytes of the tensors, so it does not depend on sharding or metadata; it needs no tensor library.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _READ_BYTES = 1 << 22
 
 
 def resolve_model(path: str, revision: str | None = None) -> Path:
-    """The directory of a model: `bundled:NAME`, a directory, or a hub name (downloaded: configuration, tokenizer, safetensors).
+    """The directory of a model: `bundled:NAME`, a directory, or a hub name (only data files are downloaded).
 
     Raises ConfigError when there is no such model, when it holds no safetensors, or when a hub name cannot be fetched.
     """
@@ -129,7 +129,7 @@ class TensorEntry:
 
 
 def tensor_entries(model_dir: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a model by name, in order of the names. ArtifactError for a damaged file or a name that occurs twice."""
+    """Every tensor of a model, in order of the names. ArtifactError for a damaged file or a name that occurs twice."""
     found: dict[str, TensorEntry] = {}
     for file in weight_files(model_dir):
         for entry in _header(file):
@@ -272,8 +272,8 @@ def load_tokenizer(model_dir: Path) -> Any:
 def import_model(source: Path, target: Path, dtype: str = "float32") -> str:
     """Write the model of `source` to `target/` in our layout, checked; returns its weights hash.
 
-    One safetensors file, tokenizer files copied byte by byte. Raises ConfigError or ArtifactError for a model that cannot
-    be used: no chat template, a vocabulary larger than the embedding, weights that are missing.
+    One safetensors file, tokenizer files copied byte by byte. Raises ConfigError or ArtifactError for a model that
+    cannot be used: no chat template, a vocabulary larger than the embedding, weights that are missing.
     """
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype)

@@ -1,9 +1,9 @@
 """The learner: one RSIPO update of a policy under DeepSpeed ZeRO-3, on one process or many.
 
-A `Learner` holds the policy, its AdamW state and, where the objective asks for it, the frozen reference. It takes rows of
-tokens, never tables, and writes plain directories, never checkpoints. Every number it computes is divided by denominators
-counted over the whole optimiser step, so losses and gradients depend neither on how rows are packed nor on how many
-processes share them. It draws nothing at random: dropout is off, and mini-batches come from a seed in the batch.
+A `Learner` holds the policy, its AdamW state and, where the objective asks for it, the frozen reference. It takes rows
+of tokens, never tables, and writes plain directories, never checkpoints. Every number it computes is divided by
+denominators counted over the whole optimiser step, so losses and gradients depend neither on how rows are packed nor on
+how many processes share them. It draws nothing at random: dropout is off, and mini-batches come from a seed in the batch.
 
 Every method is collective: with several processes all of them call it with the same arguments.
 """
@@ -39,10 +39,9 @@ Logprobs = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class TrainingBatch:
-    """Everything of one iteration's update: the rows, the sampling temperature, the learning rate, the shuffle's seed."""
+    """Everything of one iteration's update: the rows, the learning rate, the seed of the mini-batches."""
 
     rows: Sequence[TrainRow]
-    temperature: float
     lr: float
     seed: int
 
@@ -71,7 +70,7 @@ class _Scores:
 
 @dataclass(eq=False)
 class _Accumulated:
-    """What one optimiser step's forward passes left behind, on every rank: merged metrics, the step's log-probabilities."""
+    """What one optimiser step's passes left behind, on every rank: merged metrics and the rows' log-probabilities."""
 
     metrics: dict[str, Tensor]
     logprobs: dict[int, Logprobs]
@@ -127,6 +126,7 @@ class Learner:
             load_model(model_dir, config.model.dtype), gradient_checkpointing=config.learner.gradient_checkpointing
         )
         self._dtype = getattr(torch, config.model.dtype)
+        self.checkpoint_sha256: str | None = None  # of the checkpoint it holds; whoever publishes one keeps this true
         self._engine = Zero3Engine(policy, config.optimizer, config.model.dtype)
         self._weights_sha256: str | None = weights_sha256(model_dir)
         self._check_loaded()
@@ -162,26 +162,26 @@ class Learner:
 
     # -- log-probabilities ---------------------------------------------------------------------------------------------
 
-    def logprobs(self, rows: Sequence[TrainRow], temperature: float) -> list[Logprobs]:
-        """log pi(token | tokens before) of the sampled tokens of each row, `(n,)` float32, with the current weights."""
-        return self._score(rows, temperature, self._engine.forward)
+    def logprobs(self, rows: Sequence[TrainRow]) -> list[Logprobs]:
+        """log pi(token | tokens before) of each row's sampled tokens, `(n,)` float32, at the row's temperature."""
+        return self._score(rows, self._engine.forward)
 
-    def _reference_logprobs(self, rows: Sequence[TrainRow], temperature: float) -> list[Logprobs]:
+    def _reference_logprobs(self, rows: Sequence[TrainRow]) -> list[Logprobs]:
         if self._reference is None:
             if self._reference_dir is None:
                 raise LearnerError("a KL term without a reference policy", remedy="set objective.kl_coef=0")
             # Whole on every process: it only runs forward, and needs neither gradient nor optimiser state.
             model = load_model(self._reference_dir, self.config.model.dtype)
             self._reference = prepare_policy(model, gradient_checkpointing=False).to(self._engine.device).eval()
-        return self._score(rows, temperature, self._reference)
+        return self._score(rows, self._reference)
 
-    def _score(self, rows: Sequence[TrainRow], temperature: float, forward: Callable[..., Tensor]) -> list[Logprobs]:
+    def _score(self, rows: Sequence[TrainRow], forward: Callable[..., Tensor]) -> list[Logprobs]:
         if not rows:
             return []
         found: dict[int, Logprobs] = {}
         with torch.no_grad():
             for batch in self._plan(rows):
-                found |= _by_row(batch, self._forward(batch, temperature, forward))
+                found |= _by_row(batch, self._forward(batch, forward))
         return [row for _, row in sorted(self._merge_rows(found).items())]
 
     def _plan(self, rows: Sequence[TrainRow]) -> list[MicroBatch]:
@@ -194,14 +194,14 @@ class Learner:
             logits_chunk=settings.logits_chunk,
         )
 
-    def _forward(self, batch: MicroBatch, temperature: float, forward: Callable[..., Tensor]) -> Tensor:
+    def _forward(self, batch: MicroBatch, forward: Callable[..., Tensor]) -> Tensor:
         """Log-probabilities in the compact layout `(B, S)` float32, 0 outside the mask."""
         device = self._engine.device
         token_ids, batch_index, position, slot, targets = (
             torch.from_numpy(array).to(device)
             for array in (batch.token_ids, batch.batch_index, batch.position, batch.slot, batch.targets)
         )
-        flat = forward(token_ids, batch_index, position, targets, temperature, batch.chunks)
+        flat = forward(token_ids, batch_index, position, targets, batch.temperature, batch.chunks)
         compact = torch.zeros(batch.mask.shape, dtype=flat.dtype, device=device)
         return compact.index_put((batch_index, slot), flat)
 
@@ -214,7 +214,7 @@ class Learner:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def update(self, batch: TrainingBatch) -> UpdateResult:
-        """One iteration's update: teacher and reference scores with the weights before it, then one or more AdamW steps.
+        """One iteration's update: teacher and reference scores with the weights before it, then the AdamW steps.
 
         Raises NumericsError for a loss or gradient that is not finite and EngineError when the engine's
         log-probabilities are further from the trainer's than `engine.max_logprob_gap`; the step concerned has then
@@ -225,18 +225,18 @@ class Learner:
             raise NumericsError(
                 "there is no token to train on", expected=">= 1 sampled token", found=f"{len(rows)} rows"
             )
-        scores = self._scores(rows, batch)
+        scores = self._scores(rows)
         steps = mini_batches(rows, self.config.learner.minibatch_rows, batch.seed)
         trainer: dict[int, Logprobs] = {}
         if len(steps) > 1:
-            scores.old = self.logprobs(rows, batch.temperature)
+            scores.old = self.logprobs(rows)
             trainer = dict(enumerate(scores.old))
             self._check_mismatch(rows, trainer)
         parts: list[dict[str, Tensor]] = []
         norms: list[float] = []
         clipped = 0
         for indices in steps:
-            accumulated = self._accumulate_objective(rows, indices, scores, batch.temperature)
+            accumulated = self._accumulate_objective(rows, indices, scores)
             if scores.old is None:
                 trainer = accumulated.logprobs
                 self._check_mismatch(rows, trainer)
@@ -253,7 +253,7 @@ class Learner:
         )
 
     def supervised_update(self, rows: Sequence[TrainRow], lr: float) -> dict[str, float]:
-        """One AdamW step on the mean negative log-likelihood of the sampled tokens (at temperature 1)."""
+        """One AdamW step on the mean negative log-likelihood of the sampled tokens."""
         tokens = float(sum(row.sampled_tokens for row in rows))
         if not tokens:
             raise NumericsError(
@@ -265,27 +265,25 @@ class Learner:
             loss = -logprobs.masked_fill(~mask, 0.0).sum() / tokens
             return LossOutputs(loss, {"loss": loss.detach().double(), "tokens": mask.sum().double()})
 
-        accumulated = self._accumulate(rows, 1.0, loss_of)
+        accumulated = self._accumulate(rows, loss_of)
         self._check_finite(accumulated)
         outcome = self._engine.step(lr)
         self._weights_sha256 = None
         numbers = {name: float(value) for name, value in accumulated.metrics.items()}
         return {**numbers, "grad_norm": outcome.grad_norm, "lr": lr}
 
-    def _scores(self, rows: list[TrainRow], batch: TrainingBatch) -> _Scores:
+    def _scores(self, rows: list[TrainRow]) -> _Scores:
         scores = _Scores(teacher=[None] * len(rows))
         if self.objective.needs_teacher:
             taught = [index for index, row in enumerate(rows) if row.teacher_token_ids is not None]
-            found = self.logprobs([rows[index].teacher() for index in taught], batch.temperature)
+            found = self.logprobs([rows[index].teacher() for index in taught])
             for index, values in zip(taught, found, strict=True):
                 scores.teacher[index] = values
         if self.objective.needs_reference:
-            scores.reference = self._reference_logprobs(rows, batch.temperature)
+            scores.reference = self._reference_logprobs(rows)
         return scores
 
-    def _accumulate_objective(
-        self, rows: list[TrainRow], indices: list[int], scores: _Scores, temperature: float
-    ) -> _Accumulated:
+    def _accumulate_objective(self, rows: list[TrainRow], indices: list[int], scores: _Scores) -> _Accumulated:
         chosen = [rows[index] for index in indices]
         denominators = _denominators(chosen)
 
@@ -293,13 +291,13 @@ class Learner:
             inputs = _loss_inputs(batch, chosen, [indices[row] for row in batch.rows], scores, logprobs)
             return self.objective.compute(inputs, denominators)
 
-        accumulated = self._accumulate(chosen, temperature, loss_of)
+        accumulated = self._accumulate(chosen, loss_of)
         self._check_finite(accumulated)
         accumulated.logprobs = {indices[row]: values for row, values in accumulated.logprobs.items()}
         return accumulated
 
     def _accumulate(
-        self, rows: Sequence[TrainRow], temperature: float, loss_of: Callable[[MicroBatch, Tensor], LossOutputs]
+        self, rows: Sequence[TrainRow], loss_of: Callable[[MicroBatch, Tensor], LossOutputs]
     ) -> _Accumulated:
         """Forward and backward over this rank's micro-batches; no rank leaves the loop early, whatever it finds."""
         self._engine.discard_gradients()
@@ -307,7 +305,7 @@ class Learner:
         found: dict[int, Logprobs] = {}
         faulty: list[str] = []
         for batch in self._plan(rows):
-            logprobs = self._forward(batch, temperature, self._engine.forward)
+            logprobs = self._forward(batch, self._engine.forward)
             outputs = loss_of(batch, logprobs)
             # Adding 0 * logprobs keeps the graph, and with it the collective backward pass, where nothing has a loss.
             self._engine.backward(outputs.loss + 0.0 * logprobs.sum() if not batch.rows else outputs.loss)
@@ -454,7 +452,7 @@ def _denominators(rows: Sequence[TrainRow]) -> Denominators:
 def _loss_inputs(
     batch: MicroBatch, rows: Sequence[TrainRow], origin: Sequence[int], scores: _Scores, logprobs: Tensor
 ) -> LossInputs:
-    """`batch.rows` are positions in `rows`; `origin` are the same rows' positions in the whole update, as in `scores`."""
+    """`batch.rows` are positions in `rows`; `origin` are those rows' positions in the whole update, as in `scores`."""
     device = logprobs.device
     chosen = [rows[row] for row in batch.rows]
 

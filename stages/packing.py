@@ -1,9 +1,9 @@
 """Rows of training tokens, and how they become padded micro-batches: pure numpy, no tensor library.
 
-A row is one token sequence with a mask of the tokens that the policy sampled; only those carry loss. A micro-batch pads its
-rows to one length; the loss tokens of a row are kept in a second, compact layout `(B, S)`, S = most sampled tokens of a row,
-because no logits are ever needed elsewhere. How rows are split into micro-batches and ranks changes no loss: everything is
-divided by global denominators.
+A row is one token sequence with a mask of the tokens that the policy sampled; only those carry loss. A micro-batch pads
+its rows to one length; the loss tokens of a row are kept in a second, compact layout `(B, S)`, S = most sampled tokens of
+a row, because no logits are ever needed elsewhere. How rows are split into micro-batches and ranks changes no loss:
+everything is divided by global denominators.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class TrainRow:
     """One sequence to train on.
 
     `token_ids` `(L,)` int32 and `sampled` `(L,)` bool; the first token is never sampled, since nothing predicts it.
-    `behaviour_logprobs` `(n,)` float32, one per sampled token, as the engine recorded them at the sampling temperature.
-    `advantage` A and `trust` omega_q of a rollout row; `skill_reward` r_q of a skill row. `teacher_token_ids` and
-    `teacher_sampled` hold the same sampled tokens after a prompt with the task's skill, or None where there is no teacher.
-    `turn_lengths` are the sampled tokens of each turn, in order (they sum to n); `group` names the task.
+    `behaviour_logprobs` `(n,)` float32, one per sampled token, as the engine recorded them at the sampling `temperature`
+    (NaN where it recorded none). `advantage` A and `trust` omega_q of a rollout row; `skill_reward` r_q of a skill row.
+    `teacher_token_ids` and `teacher_sampled` hold the same sampled tokens after a prompt with the task's skill, or None
+    where there is no teacher. Raises NumericsError when the arrays do not fit together.
     """
 
     kind: RowKind
@@ -40,10 +40,9 @@ class TrainRow:
     advantage: float = 0.0
     trust: float = 1.0
     skill_reward: float | None = None
+    temperature: float = 1.0
     teacher_token_ids: NDArray[np.int32] | None = None
     teacher_sampled: NDArray[np.bool_] | None = None
-    turn_lengths: tuple[int, ...] = ()
-    group: str = ""
 
     def __post_init__(self) -> None:
         _check_tokens(self.row_id, self.token_ids, self.sampled)
@@ -53,13 +52,6 @@ class TrainRow:
                 where=self.row_id,
                 expected=self.sampled_tokens,
                 found=len(self.behaviour_logprobs),
-            )
-        if self.turn_lengths and sum(self.turn_lengths) != self.sampled_tokens:
-            raise NumericsError(
-                "the turns of a row do not add up to its sampled tokens",
-                where=self.row_id,
-                expected=self.sampled_tokens,
-                found=sum(self.turn_lengths),
             )
         if self.teacher_token_ids is None:
             return
@@ -86,7 +78,14 @@ class TrainRow:
         """The row as the teacher reads it: same sampled tokens, skill in the prompt."""
         if self.teacher_token_ids is None or self.teacher_sampled is None:
             raise NumericsError("a row without a teacher sequence", where=self.row_id)
-        return TrainRow(self.kind, self.row_id, self.teacher_token_ids, self.teacher_sampled, self.behaviour_logprobs)
+        return TrainRow(
+            self.kind,
+            self.row_id,
+            self.teacher_token_ids,
+            self.teacher_sampled,
+            self.behaviour_logprobs,
+            temperature=self.temperature,
+        )
 
 
 def _check_tokens(where: str, token_ids: NDArray[np.int32], sampled: NDArray[np.bool_]) -> None:
@@ -108,8 +107,8 @@ class MicroBatch:
     `rows` `(B,)` are positions in the list that was packed, empty for the filler that keeps ranks in step. `token_ids`
     `(B, L)` is padded on the right with 0: causal attention never looks there. Sampled token i of the batch is
     `targets[i]`, predicted at `(batch_index[i], position[i])` and stored at `(batch_index[i], slot[i])` of the compact
-    `(B, S)` layout; `mask` `(B, S)` marks the slots in use. `chunks` is in how many pieces the output head is applied, the
-    same on every rank.
+    `(B, S)` layout; `mask` `(B, S)` marks the slots in use. All rows were sampled at one `temperature`. `chunks` is in how
+    many pieces the output head is applied, the same on every rank.
     """
 
     rows: tuple[int, ...]
@@ -119,25 +118,15 @@ class MicroBatch:
     slot: NDArray[np.int64]
     targets: NDArray[np.int64]
     mask: NDArray[np.bool_]
+    temperature: float = 1.0
     chunks: int = 1
-
-    @property
-    def padded_tokens(self) -> int:
-        return int(self.token_ids.size) if self.rows else 0
-
-    def compact(self, values: Sequence[NDArray[np.floating]], fill: float = 0.0) -> NDArray[np.float32]:
-        """Per-row values of the whole packed list `values[row]` `(n_row,)` in the compact layout `(B, S)`."""
-        out = np.full(self.mask.shape, fill, np.float32)
-        for place, row in enumerate(self.rows):
-            out[place, : len(values[row])] = values[row]
-        return out
 
 
 def split_rows(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
     """Row positions grouped so that rows x longest row stays within `micro_batch_tokens`.
 
-    Rows are taken longest first, ties by position, so groups depend on the lengths alone. A row longer than the budget
-    is a group of its own: refusing it in the middle of a run would help nobody. Raises ConfigError for a budget below 1.
+    Rows are taken longest first, ties by position, so groups depend on the lengths alone. A row longer than the budget is
+    a group of its own: refusing it in the middle of a run would help nobody. Raises ConfigError for a budget below 1.
 
     >>> split_rows([3, 9, 4, 4], 8)
     [[1], [2, 3], [0]]
@@ -159,7 +148,9 @@ def pack(rows: Sequence[TrainRow], group: Sequence[int], *, chunks: int = 1) -> 
     """The rows at `group` as one micro-batch; an empty group gives the filler, one row of two tokens and one target."""
     if not group:
         zero = np.zeros(1, np.int64)
-        return MicroBatch((), np.zeros((1, 2), np.int64), zero, zero, zero, zero, np.zeros((1, 1), np.bool_), chunks)
+        return MicroBatch(
+            (), np.zeros((1, 2), np.int64), zero, zero, zero, zero, np.zeros((1, 1), np.bool_), chunks=chunks
+        )
     chosen = [rows[index] for index in group]
     token_ids = np.zeros((len(chosen), max(len(row.token_ids) for row in chosen)), np.int64)
     mask = np.zeros((len(chosen), max(1, max(row.sampled_tokens for row in chosen))), np.bool_)
@@ -180,6 +171,7 @@ def pack(rows: Sequence[TrainRow], group: Sequence[int], *, chunks: int = 1) -> 
         np.concatenate(slot),
         np.concatenate(targets),
         mask,
+        chosen[0].temperature,
         chunks,
     )
 
@@ -189,10 +181,14 @@ def plan(
 ) -> list[MicroBatch]:
     """The micro-batches of one rank. Every rank gets the same number, and the same `chunks` at the same place.
 
-    Under ZeRO-3 every forward and backward pass, and every use of the output head, is a collective operation: a rank with
-    one fewer would leave the others waiting. Groups are dealt out in order of length, so ranks also do equal work.
+    Under ZeRO-3 every forward and backward pass, and every use of the output head, is a collective operation: a rank
+    with one fewer would leave the others waiting. Groups are dealt out in order of length, so ranks also do equal work.
     """
-    groups = split_rows([len(row.token_ids) for row in rows], micro_batch_tokens)
+    groups: list[list[int]] = []
+    for temperature in sorted({row.temperature for row in rows}):
+        places = [place for place, row in enumerate(rows) if row.temperature == temperature]
+        split = split_rows([len(rows[place].token_ids) for place in places], micro_batch_tokens)
+        groups += [[places[index] for index in group] for group in split]
     groups += [[] for _ in range(-len(groups) % ranks)]
     batches = []
     for start in range(0, len(groups), ranks):
@@ -205,8 +201,8 @@ def plan(
 def mini_batches(rows: Sequence[TrainRow], minibatch_rows: int | None, seed: int) -> list[list[int]]:
     """Row positions of each optimiser step of an iteration; every step keeps the mix of kinds (method section 3).
 
-    `minibatch_rows` counts rollout rows; None is one step over everything. Rows are shuffled by `seed`, then each kind is
-    dealt out evenly, so sizes differ by one row at most. Positions are sorted within a step.
+    `minibatch_rows` counts rollout rows; None is one step over everything. Rows are shuffled by `seed`, then each kind
+    is dealt out evenly, so sizes differ by one row at most. Positions are sorted within a step.
     """
     main = [index for index, row in enumerate(rows) if row.kind != "skill"]
     skills = [index for index, row in enumerate(rows) if row.kind == "skill"]

@@ -33,8 +33,8 @@ class PolicyForward(nn.Module):
     ) -> Tensor:
         """`token_ids` `(B, L)` padded on the right; `(N,)` log-probabilities of `targets` at `(batch_index, position)`.
 
-        No attention mask is needed: causal attention never reaches the padding of a row's end. `chunks` is the number of
-        pieces, whatever N is, because under ZeRO-3 each use of the head is a collective operation.
+        No attention mask is needed: causal attention never reaches the padding at a row's end. `chunks` is the number
+        of pieces, whatever N is, because under ZeRO-3 each use of the head is a collective operation.
         """
         hidden = self.policy.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -53,7 +53,7 @@ class PolicyForward(nn.Module):
 
 
 def prepare_policy(model: PreTrainedModel, *, gradient_checkpointing: bool) -> PolicyForward:
-    """The model ready for training: dropout off, caching off, its head checked. Raises ConfigError if it cannot be used."""
+    """The model ready for training: dropout off, no cache, its head checked. ConfigError if it cannot be used."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -10,8 +10,8 @@ from schemas.errors import ConfigError
 def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
     """Learning rate of `step` (1-based, 1..total_steps): linear warm-up to `peak`, then the schedule.
 
-    `constant` stays at the peak; `linear` and `cosine` fall from the peak, reached at the end of the warm-up, towards 0 at
-    `total_steps + 1`, so that the last step still moves. Steps beyond `total_steps` keep the last step's rate. Raises
+    `constant` stays at the peak; `linear` and `cosine` fall from the peak, reached at the end of the warm-up, towards 0
+    at `total_steps + 1`, so that the last step still moves. Steps beyond `total_steps` keep the last step's rate. Raises
     ConfigError for an unknown schedule or a step below 1.
 
     >>> [learning_rate(s, peak=1.0, schedule="linear", warmup_steps=2, total_steps=5) for s in (1, 2, 3, 5)]

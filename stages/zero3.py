@@ -3,8 +3,8 @@
 Owns every contact with DeepSpeed: the process group, the configuration, gradient accumulation with a boundary that the
 caller sets (`managed_gradient_accumulation` off), and the way from partitioned to whole tensors and back. Losses arrive
 divided by global denominators; `backward` multiplies by the number of ranks because DeepSpeed averages over them.
-The optimiser is torch's AdamW over flat partitions, created without a first dummy step: its `step` count is the number of
-updates. State is stored by parameter name as whole tensors, so it does not depend on the number of ranks.
+The optimiser is torch's AdamW over flat partitions, created without a first dummy step: its `step` count is the number
+of updates. State is stored by parameter name as whole tensors, so it does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, imported on first use: quiet, on the right accelerator, without building its shared-memory operator."""
+    """DeepSpeed, imported on first use: quiet, on the right accelerator, building no shared-memory operator."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
@@ -80,7 +80,7 @@ class StepOutcome:
 
 
 class Zero3Engine:
-    """A module trained under ZeRO-3. `module` is the one DeepSpeed wraps; call `forward` and never the module itself."""
+    """A module trained under ZeRO-3. `module` is the one DeepSpeed wraps: call `forward`, never the module itself."""
 
     def __init__(self, module: nn.Module, optimizer: OptimizerSection, dtype: str) -> None:
         self.rank, self.ranks = join_process_group()
@@ -105,11 +105,11 @@ class Zero3Engine:
         return self._engine(*inputs)
 
     def backward(self, loss: Tensor) -> None:
-        """Add this micro-batch's gradient. The accumulated gradient is that of the sum of losses over calls and ranks."""
+        """Add this micro-batch's gradient; the accumulated one is that of the sum of losses over calls and ranks."""
         self._engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def step(self, lr: float) -> StepOutcome:
-        """Clip the accumulated gradient, make one AdamW step, clear it. NumericsError, weights untouched, if not finite."""
+        """Clip the gradient, make one AdamW step, clear it. NumericsError, weights untouched, if it is not finite."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._engine.step()

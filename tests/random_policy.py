@@ -70,6 +70,7 @@ def random_rows(
                 row_id=f"row{index}",
                 token_ids=token_ids,
                 sampled=sampled,
+                temperature=0.8,
                 behaviour_logprobs=np.full(sampled_tokens, -4.0, np.float32),
                 advantage=float(generator.normal()),
                 trust=float(generator.uniform(0, 2)),

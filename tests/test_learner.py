@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from random_policy import random_rows, write_policy
 from safetensors.torch import load_file
 
 from schemas.config import Config
@@ -15,6 +15,7 @@ from schemas.errors import ArtifactError, EngineError, LearnerError, NumericsErr
 from stages.checkpoints import load_model, weights_sha256
 from stages.learner import Learner, TrainingBatch
 from stages.packing import TrainRow
+from tests.random_policy import random_rows, write_policy
 
 RATE = 1e-2
 
@@ -34,7 +35,7 @@ def config(**sections: dict) -> Config:
 
 
 def batch(rows: list[TrainRow], lr: float = RATE) -> TrainingBatch:
-    return TrainingBatch(rows, temperature=0.8, lr=lr, seed=3)
+    return TrainingBatch(rows, lr=lr, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +181,7 @@ def test_logprobs_equal_the_models_own_at_the_temperature(policy: Path) -> None:
     rows = random_rows(5)
     learner = Learner(policy, None, config(learner={"logits_chunk": 16, "micro_batch_tokens": 4096}))
     model = load_model(policy)
-    for row, found in zip(rows, learner.logprobs(rows, 0.6), strict=True):
+    for row, found in zip(rows, learner.logprobs([replace(row, temperature=0.6) for row in rows]), strict=True):
         expected = plain_logprobs(model, row.token_ids, row.sampled, 0.6).detach().numpy()
         assert np.allclose(found, expected, atol=1e-5)
     learner.close()
@@ -189,9 +190,9 @@ def test_logprobs_equal_the_models_own_at_the_temperature(policy: Path) -> None:
 def test_trainer_and_teacher_logprobs_are_those_before_the_update(policy: Path) -> None:
     rows = random_rows(6)
     learner = Learner(policy, None, config(objective={"kl_coef": 0.0}))
-    before = learner.logprobs(rows, 0.8)
+    before = learner.logprobs(rows)
     result = learner.update(batch(rows))
-    after = learner.logprobs(rows, 0.8)
+    after = learner.logprobs(rows)
     assert all(np.allclose(left, right, atol=1e-5) for left, right in zip(before, result.trainer_logprobs, strict=True))
     assert not np.allclose(before[0], after[0], atol=1e-3)
     model = load_model(policy)
@@ -207,7 +208,7 @@ def test_with_mini_batches_the_old_logprobs_are_fixed_before_the_first_step(poli
     rows = random_rows(8)
     settings = config(objective={"kl_coef": 0.0}, learner={"minibatch_rows": 3}, optimizer={"lr": 0.05})
     learner = Learner(policy, None, settings)
-    before = learner.logprobs(rows, 0.8)
+    before = learner.logprobs(rows)
     result = learner.update(batch(rows, lr=0.05))
     assert result.metrics["optimizer_steps"] == learner.updates == 3
     assert all(np.allclose(left, right, atol=1e-5) for left, right in zip(before, result.trainer_logprobs, strict=True))
@@ -259,7 +260,7 @@ def test_a_gap_between_engine_and_trainer_is_refused_before_the_weights_change(p
 
 def test_rsipo_without_trust_and_skill_loss_is_grpo_bit_for_bit(policy: Path) -> None:
     rows = random_rows(6)
-    untrusted = [TrainRow(**{**vars(row), "trust": 0.0}) for row in rows]
+    untrusted = [replace(row, trust=0.0) for row in rows]
     states = []
     for settings, chosen in (
         (config(objective={"skill_coef": 0.0, "kl_coef": 0.0}), untrusted),
@@ -281,7 +282,7 @@ def test_an_exported_model_keeps_keys_tying_and_logits(tmp_path: Path, tied: boo
     learner = Learner(source, None, config(objective={"kl_coef": 0.0}))
     learner.update(batch(random_rows(4)))
     rows = random_rows(3, seed=9)
-    expected = learner.logprobs(rows, 1.0)
+    expected = learner.logprobs(rows)
     named = learner.save(tmp_path / "model", tmp_path / "optimizer")
     learner.close()
     assert named == weights_sha256(tmp_path / "model") != weights_sha256(source)
@@ -289,7 +290,7 @@ def test_an_exported_model_keeps_keys_tying_and_logits(tmp_path: Path, tied: boo
     model = load_model(tmp_path / "model")
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     for row, values in zip(rows, expected, strict=True):
-        assert np.allclose(plain_logprobs(model, row.token_ids, row.sampled, 1.0).detach().numpy(), values, atol=1e-5)
+        assert np.allclose(plain_logprobs(model, row.token_ids, row.sampled, 0.8).detach().numpy(), values, atol=1e-5)
 
 
 def test_updated_weights_have_no_name_until_they_are_saved(policy: Path) -> None:
@@ -336,7 +337,7 @@ def test_an_optimizer_state_of_another_model_is_refused(tmp_path: Path, policy: 
 
 
 def test_supervised_updates_lower_the_negative_log_likelihood(policy: Path) -> None:
-    rows = random_rows(6, skills=0)
+    rows = [replace(row, temperature=1.0) for row in random_rows(6, skills=0)]
     learner = Learner(policy, None, config())
     losses = [learner.supervised_update(rows, RATE)["loss"] for _ in range(4)]
     model = load_model(policy)
