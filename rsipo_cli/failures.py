@@ -6,6 +6,7 @@ Exit codes: 0 done or up to date, 1 the run failed, 2 wrong option or configurat
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -71,10 +72,8 @@ def _stop_on_signals() -> None:
 
 
 def _say(sentence: str) -> None:
-    try:
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed: the exit code still tells
         print(f"rsipo: {visible(sentence)}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        pass  # stderr is closed: the exit code still tells
 
 
 def _show_traceback() -> None:
