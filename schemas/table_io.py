@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -309,23 +309,3 @@ def _version_of(file: pq.ParquetFile) -> str:
     facts = file.schema_arrow.metadata or {}
     version, table = facts.get(b"rsipo.version", b"none"), facts.get(b"rsipo.table", b"another table")
     return f"version {version.decode(errors='replace')} of {table.decode(errors='replace')}"
-
-
-def read_unfinished(
-    run: RunDirectory, name: str, step: int, columns: Sequence[str] | None = None
-) -> dict[int, pa.Table]:
-    """The published parts of a table whose step may lack a manifest, by part number; for checks before `finish_step`."""
-    parts = {}
-    for number, path in _part_files(run.step_dir(name, step)).items():
-        with pq.ParquetFile(path) as file:
-            parts[number] = file.read(columns=None if columns is None else list(columns))
-    return parts
-
-
-def remove_parts(run: RunDirectory, tables: Sequence[str], step: int, parts: Collection[int]) -> None:
-    """Remove some parts of an unfinished step from every table, the completing table first: they are owed again."""
-    for name in reversed(tables):
-        with file_errors(run.step_dir(name, step)):
-            for number, path in _part_files(run.step_dir(name, step)).items():
-                if number in parts:
-                    path.unlink()

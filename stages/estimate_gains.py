@@ -45,8 +45,9 @@ EPISODE_COLUMNS = ("task_id", "task_type", "index", "fingerprint", "won", "turns
 SKILL_COLUMNS = ("task_id", "skill_id", "skill", "reason")
 
 
-def stage_inputs(run: RunDirectory, step: int) -> dict[str, str]:
-    """Hashes of what the stage's output depends on."""
+def stage_inputs(run: RunDirectory, step: int, bench: Workbench | None = None) -> dict[str, str]:
+    """Hashes of what the stage's output depends on; the bench is not needed."""
+    del bench
     earlier = last_statistics_step(run, step)
     statistics = NO_HASH
     if earlier is not None:
@@ -80,7 +81,7 @@ def run(
         inputs = stage_inputs(run, step)
         if not open_stage(run, STAGE, step, TABLES, inputs, force):
             return StageResult(STAGE, step, "up_to_date", summarise(run, step))
-        with Stopwatch(run, STAGE, step):
+        with Stopwatch(run, step, STAGE):
             reporter.stage(STAGE, None, "tasks")
             earlier = last_statistics_step(run, step)
             previous = Statistics() if earlier is None else read_statistics(run, earlier)

@@ -2,18 +2,21 @@
 
 Reads checkpoint N and the panel; writes `eval_turns` and `evals`, one row per episode. Seeds come from (evaluate.seed,
 task, attempt) alone, so tokens and outcomes are a function of (weights, panel, seed): no batch size, no step and no earlier
-evaluation can change them. Another panel, another model or other settings go to a run directory of their own (`apart`).
+evaluation can change them. Another panel, another model or other settings go to a run directory of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from schemas.config import Config
 from schemas.config_loading import code_version, config_part_sha256
+from schemas.errors import ConfigError
 from schemas.run_directory import RunDirectory
 from schemas.table_io import read_table
+from stages.episode_progress import EpisodeProgress
 from stages.panels import EVALUATE, panel_record
 from stages.part_publishing import Rows, chunks, finish_parts, publish_parts
 from stages.reports import EvaluationReport, evaluation_report
@@ -54,45 +57,109 @@ def stage_inputs(run: RunDirectory, step: int, bench: Workbench, weights_sha256:
 
 
 def run(
-    run: RunDirectory,
-    step: int,
+    run: RunDirectory | None,
+    step: int | None = None,
     *,
     force: bool = False,
     reporter: Reporter | None = None,
     bench: Workbench | None = None,
-    weights: Weights | None = None,
+    out: Path | None = None,
+    config: Config | None = None,
+    model: str | None = None,
+    panel: str | None = None,
+    attempts: int | None = None,
+    seed: int | None = None,
+    temperature: float | None = None,
+    batch: int | None = None,
 ) -> StageResult:
-    """Evaluate checkpoint `step` of the run, or `weights` under that step's number, on the run's evaluation panel.
+    """Evaluate checkpoint `step` of `run` (default: the latest) or `model`.
 
-    Episodes with an environment error are rows like all others; the report counts them as not won and lists them.
-    Raises ArtifactError for a missing checkpoint and for stale output without `force`.
+    Without `out` the result belongs to the run, and panel and settings must be the run's. With `out` any `panel` and
+    settings are fine: `out` becomes a run directory that holds nothing but evaluations, with `config` (default: the run's)
+    and the options given; the checkpoint is read in place. `batch` changes no result. Episodes with an environment error
+    are rows like all others; the report counts them as not won and lists them. Raises ConfigError for options that need
+    `out`, ArtifactError for a missing checkpoint and for stale output without `force`.
     """
-    reporter = reporter or SilentReporter()
+    if run is not None and model is None and step is None:
+        step = max(run.finished_steps("checkpoints"), default=0)
+    changes = {"attempts": attempts, "seed": seed, "temperature": temperature}
+    if out is None:
+        if run is None:
+            raise ConfigError("nowhere to write", where="--out", expected="a directory", remedy="add --out DIR")
+        _expect_own_settings(run.config, model, panel, changes)
+        batch_episodes = batch or run.config.evaluate.batch_episodes
+        return _evaluate(run, step or 0, force, reporter, bench, batch_episodes, None)
+    base = config or (run.config if run is not None else Config())
+    target = RunDirectory.create(out, _changed(base, model, panel, changes))
+    batch_episodes = batch or base.evaluate.batch_episodes
+    if model is not None or run is None:
+        return _evaluate(target, 0, force, reporter, None, batch_episodes, None)
+    source = Workbench(run)
+    weights = (source.model_dir(step or 0), source.weights_sha256(step or 0))
+    return _evaluate(target, step or 0, force, reporter, None, batch_episodes, weights)
+
+
+def _expect_own_settings(config: Config, model: str | None, panel: str | None, changes: dict[str, Any]) -> None:
+    """Refuse options that would put another evaluation under the run's name."""
+    given = {"panel": (panel, config.tasks.evaluate), "model": (model, None)}
+    given |= {name: (value, getattr(config.evaluate, name)) for name, value in changes.items()}
+    for name, (value, own) in given.items():
+        if value is not None and value != own:
+            raise ConfigError(
+                "this evaluation is not the run's own",
+                where=f"--{name}",
+                expected=repr(own) if own is not None else "a checkpoint of the run",
+                found=repr(value),
+                remedy="write it elsewhere with --out DIR",
+            )
+
+
+def _changed(config: Config, model: str | None, panel: str | None, changes: dict[str, Any]) -> Config:
+    """`config` with the options that were given."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    sections: dict[str, Any] = {"evaluate": config.evaluate.model_copy(update=given)}
+    if panel is not None:
+        sections["tasks"] = config.tasks.model_copy(update={"evaluate": panel})
+    if model is not None:
+        sections["model"] = config.model.model_copy(update={"path": model})
+    return config.model_copy(update=sections)
+
+
+def _evaluate(
+    run: RunDirectory,
+    step: int,
+    force: bool,
+    reporter: Reporter | None,
+    bench: Workbench | None,
+    batch_episodes: int,
+    weights: Weights | None,
+) -> StageResult:
+    """Evaluate a checkpoint of `run`, or `weights` under the number of that step."""
+    reporter = EpisodeProgress(reporter or SilentReporter())
     with run.lock(), bench_of(run, bench, reporter) as workbench:
         inputs = stage_inputs(run, step, workbench, weights and weights[1])
         if not open_stage(run, STAGE, step, TABLES, inputs, force):
-            return StageResult(STAGE, step, "up_to_date", report(run, step).as_dict())
+            return StageResult(STAGE, step, "up_to_date", summarise(run, step))
         model_dir = weights[0] if weights else workbench.model_dir(step)
-        with Stopwatch(run, STAGE, step) as watch:
-            config = run.config.evaluate
+        with Stopwatch(run, step, STAGE) as watch:
             panel = workbench.panel(EVALUATE)
-            attempts = [(task, attempt) for task in panel for attempt in range(config.attempts)]
-            reporter.stage(STAGE, len(attempts), "episodes")
+            episodes = [(task, attempt) for task in panel for attempt in range(run.config.evaluate.attempts)]
+            reporter.stage(STAGE, len(episodes), "episodes")
             workbench.note_environment_change(EVALUATE, reporter)
             publish_parts(
                 run,
                 step,
                 TABLES,
                 inputs=inputs,
-                parts=chunks(attempts, config.batch_episodes),
+                parts=chunks(episodes, batch_episodes),
                 play=lambda part: _play(workbench, step, part, (model_dir, inputs["weights"]), reporter, watch),
                 units=len,
                 reporter=reporter,
-                shape=config.batch_episodes,
+                shape=batch_episodes,
             )
             reporter.done()
         finish_parts(run, step, TABLES, kind=STAGE, inputs=inputs, extra=panel_record(run, EVALUATE))
-        return StageResult(STAGE, step, "done", report(run, step).as_dict())
+        return StageResult(STAGE, step, "done", summarise(run, step))
 
 
 def _play(
@@ -122,7 +189,7 @@ def _play(
         limits=bench.limits,
         temperature=config.temperature,
         reporter=reporter,
-        batch_episodes=config.batch_episodes,
+        batch_episodes=None,
     )
     panel = panel_record(bench.run, EVALUATE)
     facts = {"panel": panel["source"], "panel_sha256": panel["sha256"]}
@@ -136,31 +203,7 @@ def report(run: RunDirectory, step: int) -> EvaluationReport:
     return evaluation_report(read_table(run, "evals", step, columns=REPORT_COLUMNS))
 
 
-def apart(
-    config: Config,
-    out: Path,
-    *,
-    model: str | None = None,
-    checkpoint: tuple[RunDirectory, int] | None = None,
-    panel: str | None = None,
-    attempts: int | None = None,
-    reporter: Reporter | None = None,
-    force: bool = False,
-) -> StageResult:
-    """Evaluate outside any training run: `out` becomes a run directory that holds nothing but this evaluation.
-
-    Give either `model` (a directory, hub name or `bundled:NAME`; step 0 of `out`) or `checkpoint` (a run and its step, read
-    in place). `panel` and `attempts` replace `tasks.evaluate` and `evaluate.attempts` of `config`. `out` may be used
-    again for other steps of the same run with the same settings.
-    """
-    evaluate = config.evaluate if attempts is None else config.evaluate.model_copy(update={"attempts": attempts})
-    tasks = config.tasks if panel is None else config.tasks.model_copy(update={"evaluate": panel})
-    settings = config.model_copy(update={"evaluate": evaluate, "tasks": tasks})
-    if checkpoint is None:
-        if model is not None:
-            settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": model})})
-        return run(RunDirectory.create(out, settings), 0, force=force, reporter=reporter)
-    source, step = checkpoint
-    bench = Workbench(source)
-    weights = (bench.model_dir(step), bench.weights_sha256(step))
-    return run(RunDirectory.create(out, settings), step, force=force, reporter=reporter, weights=weights)
+def summarise(run: RunDirectory, step: int) -> dict[str, Any]:
+    """The report as plain figures, with the panel they belong to."""
+    record = panel_record(run, EVALUATE)
+    return report(run, step).as_summary() | {"panel": record["source"], "panel_sha256": record["sha256"][:12]}

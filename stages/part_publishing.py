@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from schemas.artifacts import Manifest, sha256_json
 from schemas.errors import EnvironmentFault
 from schemas.run_directory import RunDirectory
-from schemas.table_io import finish_step, parts_done, read_unfinished, remove_parts, write_part
+from schemas.table_io import clear_step, finish_step, parts_done, read_parts, write_part
 from stages.reports import ERROR_STOPS
 from stages.stage import Reporter
 
@@ -67,19 +67,17 @@ def finish_parts(
 def check_error_share(run: RunDirectory, step: int, tables: Sequence[str], *, limit: float, stage: str) -> None:
     """Raise EnvironmentFault when more than `limit` of the step's episodes ended in an environment error.
 
-    `tables` are the stage's, the episodes in the last one. Parts that hold such an error are removed, so that the next
-    attempt plays them again.
+    `tables` are the stage's, the episodes in the last one. The step is then cleared, so that the next attempt plays it again.
     """
-    parts = read_unfinished(run, tables[-1], step, columns=["stop_reason", "error"])
-    rows = [(number, row) for number, table in parts.items() for row in table.to_pylist()]
-    failed = [(number, row) for number, row in rows if row["stop_reason"] in ERROR_STOPS]
-    if len(failed) <= limit * len(rows):
+    rows = read_parts(run, tables[-1], step, columns=["stop_reason", "error"]).to_pylist()
+    errors = [str(row["error"]) for row in rows if row["stop_reason"] in ERROR_STOPS]
+    if len(errors) <= limit * len(rows):
         return
-    remove_parts(run, tables, step, {number for number, _ in failed})
+    clear_step(run, tables, step)
     raise EnvironmentFault(
         f"too many episodes of {stage} ended in an environment error",
         where="env.max_error_share",
         expected=f"at most {limit:.0%}",
-        found=f"{len(failed)} of {len(rows)}, the first: {str(failed[0][1]['error'])[:200]!r}",
-        remedy="repair the environment and run the same command again: the parts with errors are played again",
+        found=f"{len(errors)} of {len(rows)}, the first: {errors[0][:200]!r}",
+        remedy="repair the environment and run the same command again",
     )

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
+from data.environments import Observation
 from data.tasks import Task
 from schemas.artifacts import read_manifest
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import RsipoError
 from schemas.run_directory import RunDirectory
-from schemas.table_io import read_table, read_unfinished
+from schemas.table_io import read_parts, read_table
+from stages.episode_progress import EpisodeProgress
 from stages.evidence import Candidate, choose_evidence
 from stages.part_publishing import Rows, check_error_share, chunks, finish_parts, publish_parts
 from stages.reports import episode_figures, value_counts
@@ -61,12 +63,12 @@ def run(
     Raises RsipoError when more than `replay.max_no_skill_share` of the tasks have no usable skill, EnvironmentFault when too
     many episodes ended in an environment error, ArtifactError for missing rollouts or stale output.
     """
-    reporter = reporter or SilentReporter()
+    reporter = EpisodeProgress(reporter or SilentReporter())
     with run.lock(), bench_of(run, bench, reporter) as workbench:
         inputs = stage_inputs(run, step, workbench)
         if not open_stage(run, STAGE, step, TABLES, inputs, force):
             return StageResult(STAGE, step, "up_to_date", summarise(run, step))
-        with Stopwatch(run, STAGE, step) as watch:
+        with Stopwatch(run, step, STAGE) as watch:
             groups = _rollout_groups(workbench, step)
             replays = run.config.replay.replays
             reporter.stage(STAGE, len(groups) * replays, "episodes")
@@ -127,7 +129,6 @@ def _check_skills(
 def _write_skills(bench: Workbench, step: int, groups: Sequence[Group], weights_sha256: str) -> Rows:
     """One row per task: the skill, or the reason why there is none."""
     from stages.engines import GenerationRequest
-    from stages.skill_writing import skill_prompt
 
     config = bench.config
     evidence = {task.task_id: _evidence(records, config.rollout.group_size) for task, records in groups}
@@ -135,7 +136,7 @@ def _write_skills(bench: Workbench, step: int, groups: Sequence[Group], weights_
     for task, _ in groups:
         chosen = evidence[task.task_id]
         if chosen is not None:
-            prompts[task.task_id] = skill_prompt(bench.renderer(step - 1), chosen)
+            prompts[task.task_id] = _skill_prompt(bench, step, chosen)
     room = bench.context_tokens(step - 1) - config.replay.max_skill_tokens
     requested = [task for task, _ in groups if 0 < len(prompts.get(task.task_id, ())) <= room]
     requests = [
@@ -161,6 +162,12 @@ def _write_skills(bench: Workbench, step: int, groups: Sequence[Group], weights_
         )
         for task, _ in groups
     ]
+
+
+def _skill_prompt(bench: Workbench, step: int, evidence: EpisodeRecord) -> list[int]:
+    """The request for a skill from one finished episode."""
+    final = evidence.final_observation or Observation("")
+    return bench.renderer(step - 1).skill_request_ids(evidence.job.task, evidence.turns, final, bool(evidence.won))
 
 
 def _skill_seed(seed: int, step: int, task: Task) -> int:
@@ -281,8 +288,7 @@ def exclude_other_starts(records: Sequence[EpisodeRecord], starts: Mapping[str, 
 
 def _check_skill_share(run: RunDirectory, step: int, tasks: int) -> None:
     """Compare the share of tasks without a usable skill with its limit."""
-    parts = read_unfinished(run, "skills", step, columns=["reason"])
-    counts = value_counts([reason for table in parts.values() for reason in table["reason"].to_pylist()])
+    counts = value_counts(read_parts(run, "skills", step, columns=["reason"])["reason"])
     missing, limit = sum(counts.values()), run.config.replay.max_no_skill_share
     if missing > limit * tasks:
         raise RsipoError(

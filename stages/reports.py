@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -73,9 +73,31 @@ class EvaluationReport:
     stop_reasons: dict[str, int]
     failed: tuple[tuple[str, str], ...]  # (task id, error) of episodes that did not count
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a stage's summary and for JSON."""
-        return asdict(self)
+    def as_summary(self) -> dict[str, Any]:
+        """Plain values for a stage's summary; lists of mappings are tables."""
+        types = [{"task_type": rate.name, **_rate_figures(rate)} for rate in self.by_type]
+        return {
+            **_rate_figures(self.micro),
+            "macro_success": self.macro_rate,
+            "tasks": self.tasks,
+            "attempts": self.attempts,
+            "invalid_share": self.invalid_share,
+            "mean_turns": self.mean_turns,
+            "stop_reasons": self.stop_reasons,
+            "env_errors": len(self.failed),
+            "by_type": types,
+            "failed": [{"task_id": task_id, "error": error} for task_id, error in self.failed],
+        }
+
+
+def _rate_figures(rate: SuccessRate) -> dict[str, Any]:
+    return {
+        "success": rate.rate,
+        "wilson_low": rate.low,
+        "wilson_high": rate.high,
+        "won": rate.wins,
+        "episodes": rate.episodes,
+    }
 
 
 def evaluation_report(episodes: pa.Table) -> EvaluationReport:

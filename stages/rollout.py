@@ -13,6 +13,7 @@ from data.tasks import Task
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.run_directory import RunDirectory
 from schemas.table_io import read_table
+from stages.episode_progress import EpisodeProgress
 from stages.panels import TRAIN
 from stages.part_publishing import Rows, check_error_share, chunks, finish_parts, publish_parts
 from stages.reports import episode_figures
@@ -51,12 +52,12 @@ def run(
     Raises EnvironmentFault when more than `env.max_error_share` of the episodes ended in an environment error, and
     ArtifactError when the output is stale and `force` is not given.
     """
-    reporter = reporter or SilentReporter()
+    reporter = EpisodeProgress(reporter or SilentReporter())
     with run.lock(), bench_of(run, bench, reporter) as workbench:
         inputs = stage_inputs(run, step, workbench)
         if not open_stage(run, STAGE, step, TABLES, inputs, force):
             return StageResult(STAGE, step, "up_to_date", summarise(run, step))
-        with Stopwatch(run, STAGE, step) as watch:
+        with Stopwatch(run, step, STAGE) as watch:
             tasks = workbench.tasks_of_step(step)
             group = run.config.rollout.group_size
             reporter.stage(STAGE, len(tasks) * group, "episodes")

@@ -168,6 +168,7 @@ class Workbench:
                     mode=prompt.mode,
                     history=prompt.history,
                     enable_thinking=prompt.enable_thinking,
+                    vocabulary_size=vocabulary_size(model_dir),
                 )
             }
         return self._renderers[model_dir]
@@ -204,6 +205,11 @@ class Workbench:
             if close is not None:
                 close()
             self.learner = None
+
+
+def vocabulary_size(model_dir: Path) -> int:
+    """Rows of the embedding, as the model's configuration gives them."""
+    return int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
 
 
 @contextmanager
