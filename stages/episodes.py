@@ -1,0 +1,399 @@
+"""The episode loop: many live episodes in lock-step, token ids in and out, one record per episode whatever happens.
+
+All live episodes ask the engine for their next reply together; each turn's draw comes from the episode's own seed, so who
+else is alive does not matter. An exception of the environment ends its episode with a reason and touches no other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from data.environments import Environment, Observation, ParsedReply, Session, StepResult
+from data.tasks import Task
+from schemas.errors import ArtifactError, EngineError, EnvironmentTimeout, RsipoError
+from stages.engines import Engine, GenerationRequest, GenerationResult
+from stages.rendering import Renderer, next_prompt_ids
+from stages.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from stages.stage import Reporter
+
+MAX_NON_FINITE_SHARE = 0.01  # of replies with a log-probability that is not finite, above which the engine is at fault
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where episodes end: turns; tokens of a `window` prompt, of a reply, of an `append_only` sequence."""
+
+    max_turns: int
+    max_prompt_tokens: int
+    max_reply_tokens: int
+    max_episode_tokens: int
+
+
+@dataclass(frozen=True)
+class EpisodeJob:
+    """One episode to play. `seed` decides every draw; `skill` (with its id) goes into the prompt of a teacher episode."""
+
+    task: Task
+    index: int
+    seed: int
+    skill: str | None
+    skill_id: str | None
+    episode_id: str
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One turn: what was seen, the ids added as prompt, the sampled ids with their log-probabilities, how it was read.
+
+    Fields are the turn columns of `schemas.tables`. `token_ids` are the only ids that ever carry loss.
+    """
+
+    turn: int
+    observation: str
+    admissible_commands: tuple[str, ...]
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    behaviour_logprobs: tuple[float, ...]
+    temperature: float
+    text: str
+    action: str | None
+    valid: bool
+    invalid_reason: str | None
+    stop_reason: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """One episode. `won` is None when it does not count (environment error or time-out), else the environment's verdict.
+
+    `stop_reason`: `done` (the environment ended it), `max_turns`, `context` (no room for another prompt or reply),
+    `env_error`, `timeout`. `final_observation` is what the environment said last, without its commands.
+    """
+
+    job: EpisodeJob
+    fingerprint: str | None
+    won: bool | None
+    score: float | None
+    invalid_turns: int
+    stop_reason: str
+    error: str | None
+    turns: tuple[TurnRecord, ...]
+    final_observation: Observation | None
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    def episode_row(self, step: int, weights_sha256: str) -> dict[str, Any]:
+        """The row of `rollouts`, `replays` or (two columns short) `evals`."""
+        job = self.job
+        return {
+            "step": step,
+            "episode_id": job.episode_id,
+            "task_id": job.task.task_id,
+            "task_type": job.task.task_type,
+            "task_sha256": job.task.sha256,
+            "index": job.index,
+            "skill_id": job.skill_id,
+            "seed": job.seed,
+            "fingerprint": self.fingerprint,
+            "won": self.won,
+            "score": self.score,
+            "turns": len(self.turns),
+            "invalid_turns": self.invalid_turns,
+            "sampled_tokens": self.sampled_tokens,
+            "stop_reason": self.stop_reason,
+            "error": self.error,
+            "final_observation": None if self.final_observation is None else self.final_observation.text,
+            "weights_sha256": weights_sha256,
+        }
+
+    def turn_rows(self, step: int) -> list[dict[str, Any]]:
+        """The rows of the turns, in order."""
+        ids = {"step": step, "episode_id": self.job.episode_id, "task_id": self.job.task.task_id}
+        return [{**ids, **_lists(vars(turn))} for turn in self.turns]
+
+
+def play(
+    engine: Engine,
+    environment: Environment,
+    renderer: Renderer,
+    jobs: Sequence[EpisodeJob],
+    *,
+    limits: Limits,
+    temperature: float,
+    reporter: Reporter | None = None,
+    batch_episodes: int | None = None,
+) -> list[EpisodeRecord]:
+    """Play every job to its end; records in the order of `jobs`.
+
+    At most `batch_episodes` are alive at once (default: all); it changes no sampled token and no outcome. `reporter`
+    advances by the episodes that end, with fields `won` and `tokens`. Raises EngineError when the engine fails or more than
+    1 % of the replies hold a log-probability that is not finite; below that share such an episode does not count.
+    """
+    waiting = list(enumerate(jobs))[::-1]
+    most = len(jobs) if batch_episodes is None else batch_episodes
+    records: dict[int, EpisodeRecord] = {}
+    live: dict[int, _Live] = {}
+    replies = broken = 0
+    try:
+        while waiting or live:
+            while waiting and len(live) < most:
+                index, job = waiting.pop()
+                live[index] = _Live(
+                    job, environment, renderer, limits, engine_context(engine), f"{index}:{job.episode_id}"
+                )
+            asking = [episode for episode in live.values() if episode.stop_reason is None]
+            results = engine.generate([episode.request(temperature) for episode in asking]) if asking else []
+            for episode, result in zip(asking, results, strict=True):
+                episode.take(result, temperature)
+            replies, broken = replies + len(asking), broken + sum(episode.broken for episode in asking)
+            if broken > MAX_NON_FINITE_SHARE * replies:
+                raise _non_finite(broken, replies)
+            ended = [index for index, episode in live.items() if episode.stop_reason is not None]
+            for index in ended:
+                records[index] = live.pop(index).close()
+            _report(reporter, [records[index] for index in ended])
+    finally:
+        for episode in live.values():
+            episode.close()
+        engine.end_sessions()
+    return [records[index] for index in range(len(jobs))]
+
+
+class _Live:
+    """An episode that is being played: the session, what was said so far, and the ids of the next prompt."""
+
+    def __init__(
+        self,
+        job: EpisodeJob,
+        environment: Environment,
+        renderer: Renderer,
+        limits: Limits,
+        context_length: int | None,
+        session_name: str,
+    ) -> None:
+        self.job, self.environment, self.renderer, self.limits = job, environment, renderer, limits
+        self.context_length = context_length if context_length is not None else math.inf
+        self.session_name = session_name if renderer.mode == "append_only" else None
+        self.session: Session | None = None
+        self.fingerprint: str | None = None
+        self.observation: Observation | None = None
+        self.won: bool | None = False
+        self.score: float | None = None
+        self.turns: list[TurnRecord] = []
+        self.sequence: list[int] = []  # append_only: every id so far, prompts and replies
+        self.prompt: list[int] = []  # the ids that this turn adds (append_only) or its whole prompt (window)
+        self.stop_reason: str | None = None
+        self.error: str | None = None
+        self.broken = False
+        try:
+            self.session = environment.start(job.task)
+            self.observation = self.session.first_observation
+            self.fingerprint = self.session.fingerprint
+        except Exception as error:  # whatever a world raises is data of its episode
+            self._fail(error)
+        else:
+            self._prepare()
+
+    def request(self, temperature: float) -> GenerationRequest:
+        """The request for the next reply."""
+        prompt = [*self.sequence, *self.prompt]
+        return GenerationRequest(
+            prompt, self.limits.max_reply_tokens, self._turn_seed(), temperature, self.session_name
+        )
+
+    def take(self, result: GenerationResult, temperature: float) -> None:
+        """Record the reply, carry it out, and prepare the next prompt or the end."""
+        if not all(math.isfinite(logprob) for logprob in result.logprobs):
+            self.broken = True
+            self._end("env_error", won=None, error="the engine returned a log-probability that is not finite")
+            return
+        cut = result.stop_reason == "length"
+        text = self.renderer.decode(result.token_ids if cut else result.token_ids[:-1])
+        failure: Exception | None = None
+        try:
+            parsed = self.environment.parse_reply(text, cut=cut)
+        except Exception as error:
+            parsed, failure = ParsedReply(None, "env_error"), error
+        if cut:
+            parsed = ParsedReply(None, "cut")
+        self._record(result, temperature, text, parsed)
+        if failure is not None:
+            self._fail(failure)
+        else:
+            self._carry_out(parsed)
+
+    def close(self) -> EpisodeRecord:
+        """Close the session; the episode's record."""
+        if self.session is not None:
+            try:
+                self.session.close()
+            except Exception as error:
+                self.error = self.error or f"closing: {_described(error)}"
+            self.session = None
+        return EpisodeRecord(
+            job=self.job,
+            fingerprint=self.fingerprint,
+            won=self.won,
+            score=self.score,
+            invalid_turns=sum(not turn.valid for turn in self.turns),
+            stop_reason=self.stop_reason or "env_error",
+            error=self.error,
+            turns=tuple(self.turns),
+            final_observation=None if self.observation is None else Observation(self.observation.text),
+        )
+
+    def _record(self, result: GenerationResult, temperature: float, text: str, parsed: ParsedReply) -> None:
+        assert self.observation is not None
+        self.turns.append(
+            TurnRecord(
+                turn=len(self.turns),
+                observation=self.observation.text,
+                admissible_commands=tuple(self.observation.admissible_commands),
+                prompt_token_ids=tuple(self.prompt),
+                token_ids=tuple(result.token_ids),
+                behaviour_logprobs=tuple(float(np.float32(logprob)) for logprob in result.logprobs),
+                temperature=float(np.float32(temperature)),
+                text=text,
+                action=parsed.action,
+                valid=parsed.valid,
+                invalid_reason=parsed.invalid_reason,
+                stop_reason=result.stop_reason,
+                seed=self._turn_seed(),
+            )
+        )
+        if self.session_name is not None:
+            self.sequence += [*self.prompt, *result.token_ids]
+
+    def _carry_out(self, parsed: ParsedReply) -> None:
+        assert self.session is not None
+        try:
+            if parsed.action is None:
+                answer: StepResult = self.session.reject(parsed.invalid_reason or "invalid")
+            else:
+                answer = self.session.step(parsed.action)
+        except Exception as error:
+            self._fail(error)
+            return
+        self.observation, self.won, self.score = answer.observation, answer.won, answer.score
+        if answer.done:
+            self._end("done", won=answer.won)
+        elif len(self.turns) >= self.limits.max_turns:
+            self._end("max_turns", won=answer.won)
+        else:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """The next prompt; ends the episode with `context` when it or a full reply after it does not fit."""
+        assert self.observation is not None
+        self.prompt = next_prompt_ids(self.renderer, self.job.task, self.turns, self.observation, self.job.skill)
+        prompt_length = len(self.sequence) + len(self.prompt)
+        longest = prompt_length + self.limits.max_reply_tokens
+        if self.renderer.mode == "window":
+            fits = prompt_length <= self.limits.max_prompt_tokens
+        else:
+            fits = longest <= self.limits.max_episode_tokens
+        if not fits or longest > self.context_length:
+            self._end("context", won=self.won)
+
+    def _fail(self, error: Exception) -> None:
+        timeout = isinstance(error, TimeoutError | EnvironmentTimeout)
+        self._end("timeout" if timeout else "env_error", won=None, error=_described(error))
+
+    def _end(self, reason: str, *, won: bool | None, error: str | None = None) -> None:
+        self.stop_reason, self.won, self.error = reason, won, error
+
+    def _turn_seed(self) -> int:
+        """Of the turn being sampled. While it is recorded `turns` does not hold it yet."""
+        return derive_seed(self.job.seed, "turn", len(self.turns))
+
+
+def engine_context(engine: Engine) -> int | None:
+    """Longest sequence the engine's model can hold, where the engine says so."""
+    return getattr(engine, "context_length", None)
+
+
+def episodes_from_tables(
+    rollouts: pa.Table, turns: pa.Table, tasks: Mapping[str, Task], skills: Mapping[str, str] | None = None
+) -> list[EpisodeRecord]:
+    """The records behind an episode table and its turn table, in the order of the episode table.
+
+    `skills` gives the texts of skill ids (without it `job.skill` stays None). Raises ArtifactError when a task is unknown
+    or differs, or when the turns of an episode are not complete.
+    """
+    by_episode: dict[str, list[dict[str, Any]]] = {}
+    for row in turns.to_pylist():
+        by_episode.setdefault(row["episode_id"], []).append(row)
+    return [_episode(row, by_episode.get(row["episode_id"], []), tasks, skills or {}) for row in rollouts.to_pylist()]
+
+
+def _episode(
+    row: dict[str, Any], turn_rows: list[dict[str, Any]], tasks: Mapping[str, Task], skills: Mapping[str, str]
+) -> EpisodeRecord:
+    task = tasks.get(row["task_id"])
+    if task is None or task.sha256 != row["task_sha256"]:
+        raise ArtifactError(
+            "an episode's task is not the one on record",
+            where=f"episode {row['episode_id']}",
+            expected=f"task {row['task_id']} with hash {row['task_sha256'][:12]}",
+            found="no such task in the panel" if task is None else f"hash {task.sha256[:12]}",
+        )
+    turn_rows = sorted(turn_rows, key=lambda turn: turn["turn"])
+    if [turn["turn"] for turn in turn_rows] != list(range(row["turns"])):
+        raise ArtifactError(
+            "the turns of an episode are incomplete",
+            where=f"episode {row['episode_id']}",
+            expected=f"{row['turns']} turns",
+            found=f"turns {[turn['turn'] for turn in turn_rows]}",
+        )
+    job = EpisodeJob(task, row["index"], row["seed"], skills.get(row["skill_id"]), row["skill_id"], row["episode_id"])
+    final = row["final_observation"]
+    return EpisodeRecord(
+        job=job,
+        fingerprint=row["fingerprint"],
+        won=row["won"],
+        score=row["score"],
+        invalid_turns=row["invalid_turns"],
+        stop_reason=row["stop_reason"],
+        error=row["error"],
+        turns=tuple(TurnRecord(**_tuples(turn)) for turn in turn_rows),
+        final_observation=None if final is None else Observation(final),
+    )
+
+
+def _lists(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def _tuples(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = TurnRecord.__dataclass_fields__
+    return {name: tuple(row[name]) if isinstance(row[name], list) else row[name] for name in names}
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, RsipoError) else f"{type(error).__name__}: {error}"
+
+
+def _non_finite(broken: int, replies: int) -> EngineError:
+    return EngineError(
+        "the engine returns log-probabilities that are not finite",
+        expected=f"at most {MAX_NON_FINITE_SHARE:.0%} of the replies",
+        found=f"{broken} of {replies}",
+        remedy="check the checkpoint, or use engine.name=transformers with model.dtype=float32",
+    )
+
+
+def _report(reporter: Reporter | None, ended: Sequence[EpisodeRecord]) -> None:
+    if reporter is not None and ended:
+        won = sum(record.won is True for record in ended)
+        reporter.advance(len(ended), won=won, tokens=sum(record.sampled_tokens for record in ended))
