@@ -119,7 +119,7 @@ class Learner:
             torch.set_num_threads(config.run.threads)
         self.config = config
         self.objective = objective_of(config.objective)
-        self._model_dir = model_dir
+        self.model_dir = model_dir
         self._reference_dir = kl_reference_dir
         self._reference: PolicyForward | None = None
         policy = prepare_policy(
@@ -357,11 +357,11 @@ class Learner:
         """
         tensors = self.state_dict()
         if self.rank == 0:
-            for name in sorted(set(tensor_entries(self._model_dir)) - set(tensors)):
-                tensors[name] = _read_tensor(self._model_dir, name)  # buffers, which training does not change
+            for name in sorted(set(tensor_entries(self.model_dir)) - set(tensors)):
+                tensors[name] = _read_tensor(self.model_dir, name)  # buffers, which training does not change
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
                 raise NumericsError("a weight is not finite after the update", where=str(model_dir))
-            write_weights(self._model_dir, model_dir, tensors)
+            write_weights(self.model_dir, model_dir, tensors)
         self._save_optimizer(optimizer_dir)
         self._weights_sha256 = self._engine.gather_objects(weights_sha256(model_dir) if self.rank == 0 else None)[0]
         return self.weights_sha256
@@ -408,17 +408,17 @@ class Learner:
 
     def _check_loaded(self) -> None:
         """Sharded loading has returned other weights without a word: hash what the engine really holds."""
-        digest, buffers = WeightsHash(), set(tensor_entries(self._model_dir))
+        digest, buffers = WeightsHash(), set(tensor_entries(self.model_dir))
         for name, tensor in self._engine.full_parameters():
             plain = name.removeprefix(PREFIX)
             buffers.discard(plain)
             digest.add_tensor(plain, tensor.to(self._dtype))
         for name in buffers:
-            digest.add_tensor(name, _read_tensor(self._model_dir, name))
+            digest.add_tensor(name, _read_tensor(self.model_dir, name))
         if digest.hexdigest() != self.weights_sha256:
             raise ArtifactError(
                 "the learner holds other weights than the checkpoint",
-                where=str(self._model_dir),
+                where=str(self.model_dir),
                 expected=self.weights_sha256[:12],
                 found=digest.hexdigest()[:12],
                 remedy="check that model.dtype is the type of the checkpoint",
