@@ -149,7 +149,12 @@ def test_rare_states_and_general_goals_agree_with_the_stock_engine(goal: str) ->
 
 
 def test_real_games_read_as_in_the_stock_engine() -> None:
-    for task in real_tasks("valid_seen", every=100):
+    # The shortest games, of three task types: the stock engine needs seconds for every start of a large one.
+    shortest = sorted(real_tasks("valid_seen", every=1), key=lambda task: len(task.payload["pddl_problem"]))
+    first_of_type: dict[str, Task] = {}
+    for task in shortest:
+        first_of_type.setdefault(task.task_type, task)
+    for task in list(first_of_type.values())[:3]:
         pair = Pair(task)
         pair.random_walk(random.Random(task.task_id), 12)
 
