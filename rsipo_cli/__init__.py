@@ -1,0 +1,1 @@
+"""The `rsipo` command line: parse options, call one `run(...)`, print the result."""
