@@ -2,6 +2,9 @@
 
 Nothing of the engine is imported at run time. Sessions share only the parsed problem, which never changes, so any
 number of them interleave; a session can be cloned at any point.
+
+One known difference: a game whose goal cannot be reached even in principle is refused by the stock engine when it is
+loaded and simply never won here. Generated panels hold none, and loading a panel is no proof that a game can be won.
 """
 
 from __future__ import annotations
