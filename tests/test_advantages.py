@@ -27,6 +27,11 @@ def test_advantages_by_hand_with_sample_standard_deviation():
     assert found.advantage_R.tolist() == pytest.approx([0.75**0.5, 0.75**0.5, -(0.75**0.5), -(0.75**0.5)])
 
 
+def test_eps_is_added_to_the_standard_deviation():
+    found = group_advantages([1.0, 0.0, 0.0, 0.0], [0, 0, 0, 0], eps=0.5)  # std = 1/2
+    assert found.advantage_R.tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
 def test_advantages_without_normalisation_are_differences_from_the_mean():
     assert group_advantages([10.0, 0.0], [0, 0], norm="none").advantage_R.tolist() == [5.0, -5.0]
 

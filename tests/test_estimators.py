@@ -210,6 +210,14 @@ def test_a_step_without_degrees_of_freedom_keeps_the_variances():
     assert second.of("a").gain.steps == 2
 
 
+def test_deviations_are_averaged_over_the_same_steps_as_the_noise_taken_from_them():
+    noiseless = gains_of([[1.0], [0.0]], [[0.0], [0.0]], ["a", "a"])  # gains, yet no variance anywhere
+    statistics = update_statistics(Statistics(), noiseless)
+    assert statistics.of("a").squared_deviation == MovingAverage() and statistics.of("a").gain.steps == 1
+    own = update_statistics(statistics, two_task_step()).of("a")
+    assert own.squared_deviation.steps == own.noise.steps == 1 and own.gain.steps == 2
+
+
 def test_missing_variances_come_from_all_types_then_from_the_other_side():
     step = gains_of([[1.0], [1.0, 0.0]], [[0.0], [0.0]], ["single", "pair"])
     statistics = update_statistics(Statistics(), step)

@@ -175,6 +175,13 @@ def test_gate_and_teacher_are_stopped():
     assert student.grad.item() == pytest.approx(-1 / (1 + math.exp(-5.0)))
 
 
+def test_no_gradient_reaches_the_trust():
+    student, strength = doubles([[-2.0]], grad=True), doubles([[0.7]], grad=True)
+    one = mask_of([[1]])
+    opsd_loss(student, doubles([[-1.0]]), strength, one, one.double()).loss.backward()
+    assert strength.grad is None and student.grad.item() == pytest.approx(-0.7)
+
+
 def test_tokens_without_a_teacher_have_no_distillation_but_stay_in_the_denominator():
     student = doubles([[-2.0, -1.0, -4.0]], grad=True)
     teacher = doubles([[-1.0, math.nan, -math.inf]])
