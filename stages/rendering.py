@@ -87,6 +87,14 @@ class Renderer:
         past = [as_turn(turn) for turn in turns]
         return self._prompt_ids(self.prompts.skill_request(task, past, final, won))
 
+    def chat_ids(self, texts: Sequence[str], system: str | None) -> list[int]:
+        """The prompt after a given conversation (user and assistant texts in turns, a user's last); for annotations."""
+        return self._chat.encode(self._chat.render(*texts, system=system))
+
+    def answer_ids(self, text: str) -> list[int]:
+        """Ids of an answer that was written elsewhere, with the end-of-turn id: what the policy is to sample."""
+        return [*self._chat.encode(self._chat.plain(_expect_text(text, "an answer"))), self.eos_ids[0]]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, control tokens shown as they are; an end-of-turn id at the end is left out."""
         kept = ids[:-1] if len(ids) and ids[-1] in self.eos_ids else ids

@@ -137,7 +137,7 @@ def _write_skills(bench: Workbench, step: int, groups: Sequence[Group], weights_
         chosen = evidence[task.task_id]
         if chosen is not None:
             prompts[task.task_id] = _skill_prompt(bench, step, chosen)
-    room = bench.context_tokens(step - 1) - config.replay.max_skill_tokens
+    room = bench.context_tokens(bench.model_dir(step - 1)) - config.replay.max_skill_tokens
     requested = [task for task, _ in groups if 0 < len(prompts.get(task.task_id, ())) <= room]
     requests = [
         GenerationRequest(

@@ -173,9 +173,9 @@ class Workbench:
             }
         return self._renderers[model_dir]
 
-    def context_tokens(self, step: int) -> int:
-        """Positions of the model's context; unlimited where its configuration does not say."""
-        config = json.loads((self.model_dir(step) / "config.json").read_text())
+    def context_tokens(self, model_dir: Path) -> int:
+        """Positions of a model's context; unlimited where its configuration does not say."""
+        config = json.loads((model_dir / "config.json").read_text())
         return int(config.get("max_position_embeddings") or sys.maxsize)
 
     @property
