@@ -51,7 +51,9 @@ def bad_plans(task_type: str, tools_at_hand: Sequence[str] = ()) -> list[Plan]:
 
 @dataclass
 class Demonstrator:
-    """Plays one episode. `target` and `destination` are lower-case classes; `destination` is the lamp of a look task."""
+    """Plays one episode; a thought names the object first and then what is to be done with it.
+
+    `target` and `destination` are lower-case classes; `destination` is the lamp of a look task."""
 
     target: str
     destination: str
@@ -138,19 +140,19 @@ class Demonstrator:
     def _take(self) -> tuple[str, str]:
         entity = self._instance(self.target)
         if entity is None:
-            return self._search(f"find {self.target}")
+            return self._search(f"the {self.target}: find")
         place = self._places[entity]
         if place != self._at:
-            return f"find {self.target}", f"go to {place}"
-        return f"take {self.target}", f"take {entity} from {place}"
+            return f"the {entity}: reach", f"go to {place}"
+        return f"the {entity}: take", f"take {entity} from {place}"
 
     def _use(self) -> tuple[str, str]:
         entity = self._instance("desklamp")
         if entity is None:
-            return self._search("find desklamp")
+            return self._search("the desklamp: find")
         if self._places[entity] != self._at:
-            return "find desklamp", f"go to {self._places[entity]}"
-        return "use desklamp", f"use {entity}"
+            return f"the {entity}: reach", f"go to {self._places[entity]}"
+        return f"the {entity}: use", f"use {entity}"
 
     def _listed(self, name: str) -> str | None:
         return next((receptacle for receptacle in self._rooms if receptacle.split(" ")[0] == name), None)
@@ -159,15 +161,16 @@ class Demonstrator:
         tool = self._listed(TOOLS[step])
         if tool is None:
             return IDLE
+        thought = f"the {self._holding}: {step}"
         if self._at != tool:
-            return f"{step} {self.target}", f"go to {tool}"
-        return f"{step} {self.target}", f"{step} {self._holding} with {tool}"
+            return thought, f"go to {tool}"
+        return thought, f"{step} {self._holding} with {tool}"
 
     def _move(self) -> tuple[str, str]:
         place = self._listed(self.destination)
         if place is None:
             return IDLE
-        thought = f"move {self.target}"
+        thought = f"the {self._holding}: move"
         if self._at != place:
             return thought, f"go to {place}"
         if self._closed:

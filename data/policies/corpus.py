@@ -96,7 +96,7 @@ def _episode(
             idle += thought == "done"
             reply, loss = f"<think>{thought}</think><action>{action}</action>", True
         else:
-            reply, loss = f"<think>{rng.choice(('find', 'take', 'move'))}</think><action>{action}</action>", False
+            reply, loss = f"<think>the {player.target}: find</think><action>{action}</action>", False
         result = session.step(action)
         turns.append(Turn(observation.text, reply, action))
         conversation.append(Message("assistant", reply, loss))
@@ -153,7 +153,7 @@ def _renamed(conversation: Conversation, rng: random.Random) -> Conversation:
     for name in sorted({name for name, _ in entities}):
         own = [number for entity, number in entities if entity == name]
         drawn = rng.sample(range(1, max(10, len(own) + 4)), len(own))
-        numbers |= {(name, number): str(new) for number, new in zip(own, drawn)}
+        numbers |= {(name, number): str(new) for number, new in zip(own, drawn, strict=True)}
 
     def entity(match: re.Match[str]) -> str:
         name, number = match.groups()
@@ -174,7 +174,7 @@ def _renamed(conversation: Conversation, rng: random.Random) -> Conversation:
 
 
 def _injection(used: list[str], pool: list[str], rng: random.Random) -> dict[str, str]:
-    return dict(zip(used, rng.sample(pool, len(used))))
+    return dict(zip(used, rng.sample(pool, len(used)), strict=True))
 
 
 @lru_cache(maxsize=1)

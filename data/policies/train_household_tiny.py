@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from data.policies.corpus import Conversation, example
 from data.policies.tokenizer import train_tokenizer
@@ -99,9 +100,9 @@ def collate(group: list[Encoded]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(weights)
 
 
-def build_model(settings: Settings, vocabulary: int, eos: int, pad: int) -> Qwen2ForCausalLM:
+def build_model(settings: Settings, vocabulary: int, eos: int, pad: int) -> LlamaForCausalLM:
     torch.manual_seed(settings.seed)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=settings.hidden,
         intermediate_size=settings.intermediate,
@@ -116,10 +117,10 @@ def build_model(settings: Settings, vocabulary: int, eos: int, pad: int) -> Qwen
         initializer_range=0.05,
         attention_dropout=0.0,
     )
-    return Qwen2ForCausalLM(config).float()
+    return LlamaForCausalLM(config).float()
 
 
-def optimizers(model: Qwen2ForCausalLM, settings: Settings) -> list[torch.optim.Optimizer]:
+def optimizers(model: LlamaForCausalLM, settings: Settings) -> list[torch.optim.Optimizer]:
     """Muon for the hidden matrices (copying heads form several times sooner), AdamW for the rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -137,7 +138,7 @@ def lr_factor(update: int, settings: Settings) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def weighted_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, float]:
+def weighted_loss(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Weighted mean next-token loss, and the plain mean over the policy's own tokens."""
     hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
     keep = weights[:, 1:] > 0
@@ -164,7 +165,7 @@ def stream(settings: Settings, tokenizer_dir: Path, start: int) -> Iterator[tupl
                 update += 1
 
 
-def save_state(path: Path, model: Qwen2ForCausalLM, optimizers_: list[torch.optim.Optimizer], update: int) -> None:
+def save_state(path: Path, model: LlamaForCausalLM, optimizers_: list[torch.optim.Optimizer], update: int) -> None:
     """Everything a resumed run needs, as one safetensors file written atomically."""
     tensors = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
     for number, optimizer in enumerate(optimizers_):
@@ -175,7 +176,7 @@ def save_state(path: Path, model: Qwen2ForCausalLM, optimizers_: list[torch.opti
     os.replace(temporary, path)
 
 
-def load_state(path: Path, model: Qwen2ForCausalLM, optimizers_: list[torch.optim.Optimizer]) -> int:
+def load_state(path: Path, model: LlamaForCausalLM, optimizers_: list[torch.optim.Optimizer]) -> int:
     """Restore `save_state`'s file; returns the update to go on with."""
     from safetensors import safe_open
 
@@ -209,13 +210,12 @@ def train(settings: Settings, out: Path, save_every: int) -> None:
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens, from update {start}",
         flush=True,
     )
-    base = [group["lr"] for optimizer in both for group in optimizer.param_groups]
-    base = [settings.muon_lr, settings.adam_lr] if start else base
+    base = [settings.muon_lr, settings.adam_lr]
     clock, seen, recent = time.monotonic(), 0, []
     for update, group in stream(settings, tokenizer_dir, start):
         if update >= settings.updates:
             break
-        for optimizer, lr in zip(both, base):
+        for optimizer, lr in zip(both, base, strict=True):
             for parameters in optimizer.param_groups:
                 parameters["lr"] = lr * lr_factor(update, settings)
         ids, weights = collate(group)
@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=250)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    disable_progress_bar()
     settings = Settings(
         arguments.seed, arguments.updates, arguments.batch_tokens, arguments.muon_lr, arguments.adam_lr,
         arguments.hidden, arguments.layers, arguments.heads, arguments.intermediate,
