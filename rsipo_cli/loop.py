@@ -20,6 +20,7 @@ def loop(
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, metavar="N", help="Train up to step N; default: run.steps.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Rebuild steps that other code trained.")] = False,
     as_json: options.AsJson = False,
     dry_run: options.DryRun = False,
     preset: options.Preset = None,
@@ -37,7 +38,7 @@ def loop(
     def stage(directory: RunDirectory, reporter: Reporter) -> StageResult:
         from stages import loop as stages_loop
 
-        return stages_loop.run(directory, steps=steps, reporter=reporter)
+        return stages_loop.run(directory, steps=steps, force=force, reporter=reporter)
 
     invocation = Invocation(root, preset, config, settings, True, dry_run, as_json, quiet)
     execute(invocation, stage, saves=True)

@@ -43,7 +43,7 @@ def make_plan(config: Config, root: Path | None = None) -> dict[str, Any]:
         "parts_per_step": math.ceil(tasks / config.rollout.groups_per_part),
         "most_turns_per_step": turns,
         "most_sampled_tokens_per_step": turns * config.prompt.max_reply_tokens + tasks * config.replay.max_skill_tokens,
-        "evaluations": 1 + config.run.steps // config.evaluate.every if config.evaluate.every else 0,
+        "evaluations": _evaluations(config.run.steps, config.evaluate.every),
         "most_table_bytes_per_step": tables,
         "checkpoint_bytes": checkpoint,
         "most_bytes_of_the_run": None if checkpoint is None else tables * config.run.steps + checkpoint * kept,
@@ -52,6 +52,15 @@ def make_plan(config: Config, root: Path | None = None) -> dict[str, Any]:
         plan["run_directory"] = str(Path(root).expanduser().resolve())
         plan["free_bytes"] = shutil.disk_usage(_existing(Path(plan["run_directory"]))).free
     return plan
+
+
+def _evaluations(steps: int, every: int) -> int:
+    """Before the first step, every n-th, and after the last.
+
+    >>> _evaluations(25, 10), _evaluations(20, 10), _evaluations(5, 0)
+    (4, 3, 0)
+    """
+    return 1 + -(-steps // every) if every else 0
 
 
 def turn_bytes(config: Config) -> int:

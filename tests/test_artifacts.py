@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kill_points import calls_until_end, killed_at
+from tests.kill_points import calls_until_end, killed_at
 
 from schemas import artifacts
 from schemas.artifacts import (

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kill_points import calls_until_end, killed_at
+from tests.kill_points import calls_until_end, killed_at
 
 from schemas import artifacts, run_directory
 from schemas.artifacts import publish_directory

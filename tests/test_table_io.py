@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kill_points import calls_until_end, killed_at
+from tests.kill_points import calls_until_end, killed_at
 
 from schemas import table_io
 from schemas.artifacts import MANIFEST
