@@ -1,0 +1,441 @@
+"""The stages on the small world: what they record, and that crashes, batch sizes and repetition change nothing."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.artifacts import MANIFEST, sha256_file
+from schemas.config import Config
+from schemas.config_loading import config_from_mapping
+from schemas.errors import ArtifactError, ConfigError, EngineError, EnvironmentFault, RsipoError
+from schemas.run_directory import RunDirectory
+from schemas.table_io import read_table
+from stages import estimate_gains, evaluate, loop, part_publishing, replay, rollout
+from stages.evidence import is_control
+from stages.seeds import derive_seed
+from stages.stage import SilentReporter
+from stages.workbench import Workbench
+from tests.small_world import MODULUS, small_config, write_small_policy
+
+
+class Notes(SilentReporter):
+    """Remembers what would stay on screen."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def digests(run: RunDirectory) -> dict[str, str]:
+    """sha256 of every published file but the timings'."""
+    files = [
+        path for path in run.root.rglob("*") if path.suffix in (".parquet", ".safetensors") or path.name == MANIFEST
+    ]
+    names = {path: path.relative_to(run.root).as_posix() for path in files}
+    return {name: sha256_file(path) for path, name in names.items() if not name.startswith("timings")}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def finished(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """Two iterations, undisturbed; not to be changed."""
+    run = RunDirectory.create(tmp_path_factory.mktemp("runs") / "finished", small_config(policy))
+    result = loop.run(run)
+    assert result.state == "done"
+    return run
+
+
+def started(policy: Path, root: Path, **changes: object) -> RunDirectory:
+    return RunDirectory.create(root / "run", small_config(policy, **changes))
+
+
+def rows(run: RunDirectory, table: str, step: int = 1) -> list[dict]:
+    return read_table(run, table, step).to_pylist()
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+
+def test_every_task_of_the_step_has_its_group_of_episodes_played_by_checkpoint_zero(finished: RunDirectory) -> None:
+    episodes = rows(finished, "rollouts")
+    with Workbench(finished) as bench:
+        tasks = [task.task_id for task in bench.tasks_of_step(1)]
+        weights = bench.weights_sha256(0)
+    group = finished.config.rollout.group_size
+    assert [(row["task_id"], row["index"]) for row in episodes] == [(task, g) for task in tasks for g in range(group)]
+    assert {row["weights_sha256"] for row in episodes} == {weights}
+    assert len({row["episode_id"] for row in episodes}) == len(episodes)
+    assert all(row["skill_id"] is None for row in episodes)
+    assert {row["seed"] for row in episodes} == {
+        derive_seed(0, "rollout", 1, task, g) for task in tasks for g in range(group)
+    }
+    assert {path.name for path in finished.step_dir("rollouts", 1).glob("*.parquet")} == {
+        "part-00000.parquet",
+        "part-00001.parquet",
+    }
+
+
+def test_turns_join_their_episodes_and_hold_one_logprob_for_each_sampled_token(finished: RunDirectory) -> None:
+    for episode_table, turn_table in (("rollouts", "rollout_turns"), ("replays", "replay_turns")):
+        episodes = {row["episode_id"]: row for row in rows(finished, episode_table)}
+        turns = rows(finished, turn_table)
+        counts = Counter(row["episode_id"] for row in turns)
+        assert {name: row["turns"] for name, row in episodes.items()} == {name: counts[name] for name in episodes}
+        assert set(counts) <= set(episodes)
+        assert all(len(row["token_ids"]) == len(row["behaviour_logprobs"]) > 0 for row in turns)
+        assert all(logprob <= 0 for row in turns for logprob in row["behaviour_logprobs"])
+
+
+def test_outcomes_are_those_of_the_world(finished: RunDirectory) -> None:
+    last = {}
+    for row in rows(finished, "rollout_turns"):
+        last[row["episode_id"]] = row["action"]
+    for row in rows(finished, "rollouts"):
+        number = int(row["task_id"].removeprefix("task-"))
+        action = last[row["episode_id"]]
+        assert row["won"] == (action is not None and int(action[1:]) % MODULUS == number % MODULUS)
+
+
+def test_skills_come_from_the_evidence_half_and_their_replays_name_them(finished: RunDirectory) -> None:
+    group = finished.config.rollout.group_size
+    skills = rows(finished, "skills")
+    index = {row["episode_id"]: row["index"] for row in rows(finished, "rollouts")}
+    assert {(row["skill"] is None) == (row["reason"] is not None) for row in skills} == {True}
+    assert any(row["skill"] for row in skills) and any(row["reason"] for row in skills)
+    for row in skills:
+        assert not is_control(index[row["source_episode_id"]], group)
+        assert len(row["token_ids"]) == len(row["behaviour_logprobs"])
+    replays = rows(finished, "replays")
+    usable = {row["task_id"]: row["skill_id"] for row in skills if row["skill"]}
+    assert {row["task_id"]: row["skill_id"] for row in replays} == usable
+    assert Counter(row["task_id"] for row in replays) == dict.fromkeys(usable, finished.config.replay.replays)
+    starts = {row["task_id"]: row["fingerprint"] for row in rows(finished, "rollouts")}
+    assert all(row["fingerprint"] == starts[row["task_id"]] for row in replays)
+
+
+def test_the_teachers_prompt_holds_the_skill_and_the_students_does_not(finished: RunDirectory, policy: Path) -> None:
+    with Workbench(finished) as bench:
+        decode = bench.renderer(0).decode
+    student = decode([token for row in rows(finished, "rollout_turns") for token in row["prompt_token_ids"]])
+    assert "skill:" not in student
+    for row in rows(finished, "replay_turns"):
+        assert ("skill: n1 n2 n3 n4 n5 n6" in decode(row["prompt_token_ids"])) == (row["turn"] == 0)
+
+
+def test_type_statistics_are_carried_from_step_to_step(finished: RunDirectory) -> None:
+    first, second = (estimate_gains.read_statistics(finished, step) for step in (1, 2))
+    assert second.all_types.steps == first.all_types.steps + 1 == 2
+    assert len(rows(finished, "gains")) == finished.config.tasks.per_step
+
+
+def test_each_step_is_played_by_the_weights_that_the_step_before_made(finished: RunDirectory) -> None:
+    with Workbench(finished) as bench:
+        sha = [bench.weights_sha256(step) for step in range(3)]
+    assert len(set(sha)) == 3
+    for table in ("rollouts", "replays", "skills"):
+        for step in (1, 2):
+            assert {row["weights_sha256"] for row in rows(finished, table, step)} == {sha[step - 1]}
+    for step in range(3):
+        assert {row["weights_sha256"] for row in rows(finished, "evals", step)} == {sha[step]}
+
+
+def test_window_prompts_are_played_and_recorded_whole(policy: Path, tmp_path: Path) -> None:
+    run = started(policy, tmp_path, prompt__mode="window", prompt__history=1, replay__max_skill_tokens=16)
+    rollout.run(run, 1)
+    replay.run(run, 1)
+    opening = [row["prompt_token_ids"][0] for row in rows(run, "rollout_turns")]
+    assert len(set(opening)) == 1 and {row["turn"] for row in rows(run, "rollout_turns")} >= {0, 1}
+
+
+# -- repetition, staleness, crashes ------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_up_to_date_and_nothing_is_written_again(finished: RunDirectory) -> None:
+    before, notes = digests(finished), Notes()
+    result = loop.run(finished, reporter=notes)
+    assert result.state == "up_to_date" and digests(finished) == before
+    assert notes.lines[0].startswith("resumed from step 2 (sha ")
+    for stage in (rollout, replay, estimate_gains):
+        assert stage.run(finished, 1).state == "up_to_date"
+    assert [row["step"] for row in result.summary["evaluations"]] == [0, 1, 2]
+
+
+def with_config(run: RunDirectory, section: str, **changes: object) -> RunDirectory:
+    """The run as if its configuration had been edited by hand."""
+    values = run.config.model_dump()
+    values[section] |= changes
+    return replace(run, config=config_from_mapping(values))
+
+
+def test_changed_inputs_are_stale_named_and_rebuilt_only_on_request(policy: Path, tmp_path: Path) -> None:
+    run = started(policy, tmp_path)
+    rollout.run(run, 1)
+    before = digests(run)
+    edited = with_config(run, "rollout", temperature=0.7)
+    with pytest.raises(ArtifactError, match=r"stale.*changed inputs: config.*--force"):
+        rollout.run(edited, 1)
+    assert digests(run) == before
+    assert rollout.run(with_config(run, "env", max_error_share=0.5), 1).state == "up_to_date"
+    assert rollout.run(edited, 1, force=True).state == "done"
+    assert {row["temperature"] for row in rows(run, "rollout_turns")} == {np.float32(0.7)}
+
+
+def killed_at(call: int, work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do `work` in a child process that dies, as by SIGKILL, when it is about to publish part number `call`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            calls = iter(range(call))
+            publish = part_publishing.write_part
+
+            def dying(*arguments: object) -> None:
+                if next(calls, None) is None:
+                    os._exit(9)
+                publish(*arguments)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(part_publishing, "write_part", dying)
+            work()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def test_a_stage_killed_between_parts_resumes_to_the_same_bytes(
+    policy: Path, finished: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(policy, tmp_path)
+
+    def both() -> None:
+        rollout.run(run, 1)
+        replay.run(run, 1)
+
+    killed_at(0, both, monkeypatch)
+    killed_at(1, both, monkeypatch)
+    assert (run.step_dir("rollouts", 1) / "part-00000.parquet").exists()
+    assert not (run.step_dir("rollouts", 1) / MANIFEST).exists()
+    first = sha256_file(run.step_dir("rollouts", 1) / "part-00000.parquet")
+    killed_at(2, both, monkeypatch)  # the rollouts end, the second part of the replays does not
+    assert sha256_file(run.step_dir("rollouts", 1) / "part-00000.parquet") == first
+    both()
+    expected = digests(finished)
+    for name, digest in digests(run).items():
+        if name.split("/")[0] in ("rollouts", "rollout_turns", "skills", "replays", "replay_turns"):
+            assert digest == expected[name], name
+
+
+def test_the_loop_makes_the_same_bytes_whether_stages_run_alone_or_together(
+    policy: Path, finished: RunDirectory, tmp_path: Path
+) -> None:
+    from stages import train_step
+
+    run = started(policy, tmp_path)
+    for step in (1, 2):
+        for stage in (rollout, replay, estimate_gains, train_step):
+            assert stage.run(run, step).state == "done"
+    loop.run(run)  # only the evaluations are owed
+    assert digests(run) == digests(finished)
+
+
+def test_a_damaged_table_is_rebuilt_by_the_loop_to_the_same_bytes(
+    policy: Path, finished: RunDirectory, tmp_path: Path
+) -> None:
+    run = started(policy, tmp_path)
+    loop.run(run)
+    path = run.step_dir("rollout_turns", 2) / "part-00001.parquet"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(ArtifactError, match=r"rollout_turns.*part-00001.*rsipo rollout"):
+        read_table(run, "rollout_turns", 2)
+    assert loop.run(run).state == "done"
+    assert digests(run) == digests(finished)
+
+
+def test_a_longer_loop_goes_on_where_a_shorter_one_ended(policy: Path, finished: RunDirectory, tmp_path: Path) -> None:
+    run, notes = started(policy, tmp_path), Notes()
+    loop.run(run, 1)
+    assert loop.trained_steps(run) == 1
+    loop.run(run, 2, reporter=notes)
+    assert any(line.startswith("resumed from step 1 (sha ") for line in notes.lines)
+    assert digests(run) == digests(finished)
+
+
+def test_removed_checkpoints_do_not_make_a_finished_run_stale(policy: Path, tmp_path: Path) -> None:
+    run = started(policy, tmp_path, run__keep_last=1, run__steps=3, evaluate__every=0)
+    loop.run(run)
+    assert run.finished_steps("checkpoints") == [0, 3]
+    assert loop.run(run).state == "up_to_date"
+    with pytest.raises(ArtifactError, match="removed"), Workbench(run) as bench:
+        bench.model_dir(1)
+
+
+def test_other_code_keeps_trained_steps_and_says_so_and_force_rebuilds_them(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages import train_step
+
+    run = started(policy, tmp_path, run__steps=1, evaluate__every=0)
+    loop.run(run)
+    before, played = digests(run), rows(run, "rollout_turns")
+    for module in (rollout, replay, estimate_gains, train_step, evaluate):
+        monkeypatch.setattr(module, "code_version", lambda: "another version")
+    notes = Notes()
+    assert loop.run(run, reporter=notes).state == "up_to_date"
+    assert digests(run) == before
+    assert any("steps 1 were made by another version" in line for line in notes.lines)
+    assert loop.run(run, force=True).state == "done"
+    assert digests(run) != before and rows(run, "rollout_turns") == played
+
+
+def test_without_distillation_and_skill_loss_nothing_is_replayed(policy: Path, tmp_path: Path) -> None:
+    run = started(
+        policy, tmp_path, objective__opsd_coef=0.0, objective__skill_coef=0.0, run__steps=1, evaluate__every=0
+    )
+    assert loop.run(run).state == "done"
+    assert not (run.root / "replays").exists() and not (run.root / "gains").exists()
+    assert run.finished_steps("checkpoints") == [0, 1]
+
+
+def test_a_loop_of_no_steps_is_an_error(finished: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match="--steps"):
+        loop.run(finished, 0)
+
+
+# -- environments that misbehave ---------------------------------------------------------------------------------------
+
+
+def test_replays_from_another_start_are_excluded_reported_and_leave_trust_at_one(policy: Path, tmp_path: Path) -> None:
+    run = started(policy, tmp_path, env__options={"drift": True})
+    rollout.run(run, 1)
+    summary = replay.run(run, 1).summary
+    episodes = rows(run, "replays")
+    assert summary["fingerprint_mismatches"] == len(episodes) > 0
+    assert all(row["won"] is None and row["error"].startswith("fingerprint") for row in episodes)
+    estimate_gains.run(run, 1)
+    reasons = Counter(row["reason"] for row in rows(run, "gains"))
+    assert reasons["fingerprint"] == summary["skills"] and None not in reasons
+    assert {row["trust"] for row in rows(run, "gains")} == {1.0}
+
+
+def test_too_many_environment_errors_fail_the_stage_and_the_step_is_owed(policy: Path, tmp_path: Path) -> None:
+    run = started(policy, tmp_path, env__options={"errors": list(range(12))}, env__max_error_share=0.2)
+    with pytest.raises(EnvironmentFault, match=r"of 16, the first: .*the world broke"):
+        rollout.run(run, 1)
+    assert not (run.step_dir("rollouts", 1) / MANIFEST).exists()
+
+
+def test_few_environment_errors_are_rows_that_do_not_count(policy: Path, tmp_path: Path) -> None:
+    run = started(
+        policy, tmp_path, env__options={"errors": [int(first_task(policy, tmp_path))]}, env__max_error_share=0.5
+    )
+    summary = rollout.run(run, 1).summary
+    broken = [row for row in rows(run, "rollouts") if row["won"] is None]
+    assert summary["env_errors"] == len(broken) > 0
+    assert {row["stop_reason"] for row in broken} == {"env_error"} and all(row["error"] for row in broken)
+
+
+def first_task(policy: Path, tmp_path: Path) -> str:
+    run = RunDirectory.create(tmp_path / "look", small_config(policy))
+    with Workbench(run) as bench:
+        return bench.tasks_of_step(1)[0].task_id.removeprefix("task-")
+
+
+def test_too_few_skills_fail_the_stage_with_counts(policy: Path, tmp_path: Path) -> None:
+    run = started(policy, tmp_path, replay__max_no_skill_share=0.0)
+    rollout.run(run, 1)
+    with pytest.raises(RsipoError, match=r"no usable skill.*of 4 \(\d no_json\)"):
+        replay.run(run, 1)
+    assert not (run.step_dir("replays", 1) / MANIFEST).exists()
+
+
+def test_an_environment_of_another_version_is_noted(policy: Path, tmp_path: Path) -> None:
+    run = started(policy, tmp_path)
+    with Workbench(run) as bench:
+        bench.panel_sha256("train")
+    notes = Notes()
+    rollout.run(with_config(run, "env", options={"version": "2"}), 1, reporter=notes)
+    assert any("began with environment small 1; now playing small 2" in line for line in notes.lines)
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_evaluation_does_not_depend_on_the_batch(finished: RunDirectory, batch: int, tmp_path: Path) -> None:
+    evaluate.run(finished, 2, out=tmp_path / "out", batch=batch)
+    other = RunDirectory.open(tmp_path / "out")
+    for table in ("evals", "eval_turns"):
+        ours, theirs = (read_table(run, table, 2).to_pylist() for run in (finished, other))
+        for left, right in zip(ours, theirs, strict=True):
+            assert np.allclose(left.pop("behaviour_logprobs", 0), right.pop("behaviour_logprobs", 0), atol=1e-5)
+            assert left == right
+
+
+def test_an_evaluation_of_another_panel_needs_a_place_of_its_own(finished: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--out"):
+        evaluate.run(finished, 0, panel="30-33")
+    before = digests(finished)
+    result = evaluate.run(finished, 1, panel="30-33", attempts=3, out=tmp_path / "out")
+    assert (result.summary["tasks"], result.summary["attempts"], result.summary["episodes"]) == (3, 3, 9)
+    assert digests(finished) == before
+    assert evaluate.run(finished, 1, panel="30-33", attempts=3, out=tmp_path / "out").state == "up_to_date"
+
+
+def test_a_plain_model_is_evaluated_without_a_run_and_equals_checkpoint_zero(
+    finished: RunDirectory, policy: Path, tmp_path: Path
+) -> None:
+    config: Config = finished.config
+    result = evaluate.run(None, out=tmp_path / "out", model=str(policy), config=config)
+    own = evaluate.run(finished, 0)
+    same = ("success", "wilson_low", "won", "episodes", "mean_turns", "stop_reasons")
+    assert {name: result.summary[name] for name in same} == {name: own.summary[name] for name in same}
+    with pytest.raises(ConfigError, match="nowhere to write"):
+        evaluate.run(None, model=str(policy))
+
+
+def test_evaluation_seeds_ignore_the_step(finished: RunDirectory) -> None:
+    seeds = [[row["seed"] for row in rows(finished, "evals", step)] for step in (0, 1)]
+    assert seeds[0] == seeds[1]
+
+
+# -- weights and priors ------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_keeps_its_old_weights_is_found_out(
+    finished: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Workbench(finished) as bench:
+        engine = bench.engine(0)
+
+        def forgetful(model_dir: Path, weights_sha256: str) -> None:
+            engine.weights_sha256 = weights_sha256
+
+        monkeypatch.setattr(engine, "load_weights", forgetful)
+        with pytest.raises(EngineError, match="does not serve the weights"):
+            bench.engine(2)
+
+
+def test_an_audit_with_other_priors_leaves_the_run_alone(finished: RunDirectory, tmp_path: Path) -> None:
+    before = digests(finished)
+    same = estimate_gains.audit(finished, None, finished.config.gains, tmp_path / "same")
+    other = estimate_gains.audit(
+        finished, None, finished.config.gains.model_copy(update={"trust_slope": 0.0}), tmp_path / "other"
+    )
+    assert digests(finished) == before
+    for step in (1, 2):
+        assert rows(same, "gains", step) == rows(finished, "gains", step)
+        assert rows(same, "type_stats", step) == rows(finished, "type_stats", step)
+        assert {row["trust"] for row in rows(other, "gains", step)} == {1.0}
