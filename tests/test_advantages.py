@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import ConfigError, NumericsError
@@ -87,6 +87,7 @@ def flat(rewards):
     return np.array([value for values in rewards for value in values]), np.array(index)
 
 
+@settings(deadline=None)
 @given(groups, st.randoms(), st.sampled_from(["std", "none"]))
 def test_advantages_do_not_depend_on_row_order_to_the_last_bit(rewards, random, norm):
     reward, group = flat(rewards)
@@ -96,6 +97,7 @@ def test_advantages_do_not_depend_on_row_order_to_the_last_bit(rewards, random, 
     assert whole[order].tolist() == group_advantages(reward[order], group[order], norm=norm).advantage_R.tolist()
 
 
+@settings(deadline=None)
 @given(groups)
 def test_advantages_of_a_group_sum_to_zero_and_ignore_other_groups(rewards):
     reward, group = flat(rewards)
@@ -106,6 +108,7 @@ def test_advantages_of_a_group_sum_to_zero_and_ignore_other_groups(rewards):
         assert alone.sum() == pytest.approx(0.0, abs=1e-7)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 10.0, 9.9, -0.2]), min_size=2, max_size=8), st.floats(-50.0, 50.0))
 def test_advantages_ignore_a_constant_added_to_every_reward(rewards, shift):
     zeros = [0] * len(rewards)

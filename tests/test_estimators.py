@@ -71,6 +71,7 @@ def test_utility_refuses_more_turns_than_the_limit():
         utility([1], [31], 30)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 50), st.data())
 def test_utility_of_a_win_falls_with_every_turn_and_stays_above_any_loss(limit, data):
     turns = data.draw(st.integers(0, limit - 1))
@@ -99,6 +100,7 @@ def test_moments_refuse_a_utility_that_is_not_finite():
         task_moments([0.0, math.nan], [0, 0], 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(finite, st.integers(0, 4)), min_size=1, max_size=40), st.randoms())
 def test_sums_do_not_depend_on_the_order_of_rows_to_the_last_bit(rows, random):
     shuffled = list(rows)
@@ -113,6 +115,7 @@ def test_sums_do_not_depend_on_the_order_of_rows_to_the_last_bit(rows, random):
 # --- moving averages
 
 
+@settings(deadline=None)
 @given(st.lists(finite, min_size=1, max_size=20))
 def test_corrected_average_becomes_the_plain_mean_as_the_decay_nears_one(values):
     average = MovingAverage()
@@ -121,6 +124,7 @@ def test_corrected_average_becomes_the_plain_mean_as_the_decay_nears_one(values)
     assert average.value(1.0 - 1e-9) == pytest.approx(np.mean(values), abs=1e-6)
 
 
+@settings(deadline=None)
 @given(finite, st.integers(1, 30), st.floats(0.0, 0.99))
 def test_average_of_a_constant_is_that_constant(value, steps, decay):
     average = MovingAverage()
@@ -129,6 +133,7 @@ def test_average_of_a_constant_is_that_constant(value, steps, decay):
     assert average.value(decay) == pytest.approx(value, abs=1e-12)
 
 
+@settings(deadline=None)
 @given(st.lists(finite, min_size=1, max_size=20))
 def test_average_without_memory_is_the_latest_value(values):
     average = MovingAverage()
@@ -315,6 +320,7 @@ def test_shrinkage_factor_by_hand_and_at_its_edges():
     assert shrinkage_factor([0.1, 0.0, 0.0], [0.0, 0.0, 0.5]).tolist() == [1.0, 0.0, 0.0]
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 2.0), st.floats(1e-6, 2.0), st.floats(1e-6, 2.0))
 def test_more_noise_is_believed_less(between, noise, extra):
     assert shrinkage_factor(between, noise + extra) < shrinkage_factor(between, noise)
@@ -341,6 +347,7 @@ def test_trust_is_exactly_one_without_a_gain():
     assert trust([math.nan], slope=3.0, intercept=0.4).tolist() == [1.0]
 
 
+@settings(deadline=None)
 @given(st.lists(finite, min_size=2, max_size=20), st.floats(0.0, 5.0), st.floats(1.0, 4.0))
 def test_trust_stays_in_its_bounds_and_never_falls_with_the_gain(gains, slope, ceiling):
     omega = trust(sorted(gains), slope=slope, ceiling=ceiling)
@@ -358,6 +365,7 @@ def test_skill_reward_refuses_an_unknown_source():
         skill_rewards([0.0], [0.0], [0.0], "half")
 
 
+@settings(deadline=None)
 @given(finite, finite, unit)
 def test_shrunk_reward_has_the_sign_of_the_raw_one_and_is_no_larger(gain, mean, factor):
     raw = skill_rewards(gain, 0.0, mean, "raw", limit=10.0)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stages.token_credit
@@ -86,6 +86,7 @@ def credit_of(drawn, **options):
     )
 
 
+@settings(deadline=None)
 @given(episodes, st.floats(0.0, 1.0), st.floats(0.01, 0.99), st.floats(0.0, 1.0))
 def test_agent_opsd_stays_in_its_bound_and_keeps_the_sign(drawn, mix, bound, memory):
     credit, index = credit_of(drawn, mix=mix, bound=bound, memory=memory)
@@ -94,12 +95,14 @@ def test_agent_opsd_stays_in_its_bound_and_keeps_the_sign(drawn, mix, bound, mem
     assert (credit.advantage_N * advantage >= 0.0).all()
 
 
+@settings(deadline=None)
 @given(episodes)
 def test_agent_opsd_without_mix_is_grpo(drawn):
     credit, index = credit_of(drawn, mix=0.0)
     assert credit.advantage_N.tolist() == np.array([a for _, a, _ in drawn])[index].tolist()
 
 
+@settings(deadline=None)
 @given(episodes)
 def test_agent_opsd_beliefs_telescope(drawn):
     credit, index = credit_of(drawn)
@@ -109,6 +112,7 @@ def test_agent_opsd_beliefs_telescope(drawn):
         assert moved == pytest.approx(credit.belief_N[rows][-1] - np.clip(rate, 0.05, 0.95), abs=1e-12)
 
 
+@settings(deadline=None)
 @given(episodes)
 def test_agent_opsd_episodes_do_not_touch_each_other(drawn):
     together, index = credit_of(drawn)
