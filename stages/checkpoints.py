@@ -12,7 +12,6 @@ import hashlib
 import importlib.resources
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -288,9 +287,25 @@ def import_model(source: Path, target: Path, dtype: str = "float32") -> str:
             remedy="take the tokenizer that belongs to the model, or resize its embedding",
         )
     target.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(target, max_shard_size="1000TB")
+    model.config.save_pretrained(target)
     copy_tokenizer_files(source, target)
+    _save_tensors(target, _own_tensors(model))
     return weights_sha256(target)
+
+
+def _own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name; of tied parameters only the first, from which loading ties the others."""
+    state = model.state_dict()
+    parameters = dict(model.named_parameters())
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
+    return {name: tensor for name, tensor in state.items() if name not in shared}
+
+
+def _save_tensors(target: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
+    save_file(ordered, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
@@ -305,8 +320,6 @@ def write_weights(source: Path, target: Path, tensors: dict[str, torch.Tensor]) 
 
     The key set must be that of `source`, tied copies left out. Raises ArtifactError otherwise, or for an empty tensor.
     """
-    from safetensors.torch import save_file
-
     expected = tensor_entries(source)
     if set(tensors) != set(expected):
         different = sorted(set(tensors) ^ set(expected))
@@ -322,15 +335,7 @@ def write_weights(source: Path, target: Path, tensors: dict[str, torch.Tensor]) 
     target.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source / "config.json", target / "config.json")
     copy_tokenizer_files(source, target)
-    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
-    save_file(ordered, target / "model.safetensors", metadata={"format": "pt"})
-
-
-def checkpoint_sha256(run: RunDirectory, step: int) -> str:
-    """The weights hash a checkpoint's manifest names. ArtifactError when the checkpoint is missing or damaged."""
-    from schemas.artifacts import read_manifest
-
-    return str(read_manifest(run.checkpoint_dir(step), verify=False).extra["weights_sha256"])
+    _save_tensors(target, tensors)
 
 
 def publish_initial_checkpoint(run: RunDirectory) -> Manifest:
@@ -351,17 +356,6 @@ def publish_initial_checkpoint(run: RunDirectory) -> Manifest:
     return publish_directory(target, kind=KIND, inputs=inputs, write=write, extra=extra)
 
 
-def checkpoint_steps(run: RunDirectory) -> list[int]:
-    """Steps that have a complete checkpoint (a manifest), ascending."""
-    root = run.checkpoint_dir(0).parent
-    if not root.is_dir():
-        return []
-    found = [
-        entry.name for entry in os.scandir(root) if entry.is_dir() and (Path(entry.path) / "manifest.json").is_file()
-    ]
-    return sorted(int(name.removeprefix("step=")) for name in found if name.startswith("step="))
-
-
 def checkpoints_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:
     """Which checkpoints retention removes: never step 0, the `keep_last` newest, or every `keep_every`-th (0: none).
 
@@ -380,7 +374,8 @@ def apply_retention(run: RunDirectory) -> list[int]:
     then incomplete, never damaged.
     """
     section = run.config.run
-    removed = checkpoints_to_remove(checkpoint_steps(run), keep_last=section.keep_last, keep_every=section.keep_every)
+    steps = run.finished_steps("checkpoints")
+    removed = checkpoints_to_remove(steps, keep_last=section.keep_last, keep_every=section.keep_every)
     for step in removed:
         directory = run.checkpoint_dir(step)
         (directory / "manifest.json").unlink(missing_ok=True)

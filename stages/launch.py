@@ -65,10 +65,6 @@ def _threads_per_process(config: Config) -> int:
 
 
 def _run(job: Path, processes: int, threads: int, log_path: Path) -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-        *("--nproc-per-node", str(processes), "--monitor-interval", "0.2", "-m", "stages.train_worker", str(job)),
-    ]
     # PYTHONSAFEPATH keeps a module in the working directory from shadowing ours, so our own place must be named.
     places = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -82,7 +78,9 @@ def _run(job: Path, processes: int, threads: int, log_path: Path) -> None:
     }
     with log_path.open("ab") as log:
         start = log.tell()
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        child = subprocess.Popen(
+            _command(job, processes), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+        )
         try:
             code = child.wait()
         except BaseException:
@@ -90,6 +88,14 @@ def _run(job: Path, processes: int, threads: int, log_path: Path) -> None:
             raise
     if code != 0:
         raise _failure(job, code, log_path, start)
+
+
+def _command(job: Path, processes: int) -> list[str]:
+    """torchrun with a free port of its own on this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", str(processes), "--monitor-interval", "0.2", "-m", "stages.train_worker", str(job)),
+    ]
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

@@ -13,6 +13,8 @@ metric `<loss>/unrealised` is 1; it fails only when no loss but the KL term is l
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -276,7 +278,7 @@ class _Trainer:
         if self._processes > 1:
             from stages.launch import train_in_processes
 
-            self._job = self._run.root / f".tmp-training-{_pid()}"
+            self._job = self._run.root / f".tmp-training-{os.getpid()}"
             return train_in_processes(
                 self._job,
                 batch,
@@ -331,17 +333,9 @@ class _Trainer:
         self._remove_job()
 
     def _remove_job(self) -> None:
-        import shutil
-
         if self._job is not None:
             shutil.rmtree(self._job, ignore_errors=True)
             self._job = None
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()
 
 
 def _kept(run: RunDirectory, step: int, batch: TrainingBatch, error: NumericsError | EngineError) -> Exception:

@@ -28,6 +28,7 @@ def write_policy(
         intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
+        head_dim=6,
         num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
