@@ -236,7 +236,7 @@ def _nearest_key(path: tuple[str, ...]) -> str | None:
 @cache
 def all_keys() -> tuple[str, ...]:
     """Every dotted key of the configuration, in the order of its definition."""
-    keys = []
+    keys: list[str] = []
     for name, section in Config.model_fields.items():
         inner = section.annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):

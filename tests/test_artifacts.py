@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.kill_points import calls_until_end, killed_at
 
 from schemas import artifacts
 from schemas.artifacts import (
@@ -26,6 +25,7 @@ from schemas.artifacts import (
     write_file,
 )
 from schemas.errors import ArtifactError, RsipoError
+from tests.kill_points import calls_until_end, killed_at
 
 
 def _write(folder: Path) -> None:

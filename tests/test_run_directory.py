@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.kill_points import calls_until_end, killed_at
 
 from schemas import artifacts, run_directory
 from schemas.artifacts import publish_directory
@@ -18,6 +17,7 @@ from schemas.config import Config
 from schemas.config_loading import load_config, override_config
 from schemas.errors import ArtifactError, ConfigError, LockError, RsipoError
 from schemas.run_directory import RunDirectory, free_space_check
+from tests.kill_points import calls_until_end, killed_at
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kill_points import calls_until_end, killed_at
 
 from schemas import table_io
 from schemas.artifacts import MANIFEST
@@ -33,6 +32,7 @@ from schemas.table_io import (
 )
 from schemas.tables import SCHEMAS
 from stages.stage import Stopwatch, open_stage
+from tests.kill_points import calls_until_end, killed_at
 
 TABLES = ("rollout_turns", "rollouts")
 
