@@ -46,7 +46,7 @@ class Panel:
         ordered = tuple(sorted(tasks, key=lambda task: task.task_id))
         if not ordered:
             raise ConfigError("a panel has no task", where=name, remedy="check the path and the filters")
-        for left, right in zip(ordered, ordered[1:]):
+        for left, right in zip(ordered, ordered[1:], strict=False):
             if left.task_id == right.task_id:
                 raise ConfigError("a task id occurs twice in a panel", where=name, found=left.task_id)
         return cls(name, ordered)

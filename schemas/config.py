@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-CONFIG_VERSION = 1
+CONFIG_VERSION: Literal[1] = 1
 
 
 class Section(BaseModel):
