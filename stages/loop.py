@@ -9,7 +9,7 @@ already trained, a change of the code alone is noted and not acted upon, since a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -75,22 +75,6 @@ def evaluation_due(config: Config, step: int, last: int) -> bool:
     """
     every = config.evaluate.every
     return every > 0 and (step % every == 0 or step == last)
-
-
-def due_step(run: RunDirectory, stage: str) -> int:
-    """The step a stage would work on when none is named: after the last one it has finished, or for `evaluate` the last
-    checkpoint."""
-    tables = {
-        rollout.STAGE: "rollouts",
-        replay.STAGE: "replays",
-        estimate_gains.STAGE: "gains",
-        "train-step": "train_metrics",
-    }
-    if stage == evaluate.STAGE:
-        return max(run.finished_steps("checkpoints"), default=0)
-    if stage not in tables:
-        raise ConfigError("this stage has no steps", where=stage, expected=", ".join(sorted(tables)))
-    return max(run.finished_steps(tables[stage]), default=0) + 1
 
 
 def trained_steps(run: RunDirectory) -> int:
@@ -172,7 +156,7 @@ class _Walk:
             return
         result = self._stage(StageEntry(evaluate.STAGE, evaluate, "evals"), step)
         names = ("success", "wilson_low", "wilson_high", "macro_success", "won", "episodes", "env_errors")
-        self.evaluations.append({"step": step} | {name: result.summary[name] for name in names})
+        self.evaluations.append({"step": step} | {name: result.summary.get(name) for name in names})
 
     def _show_progress(self, step: int, **figures: object) -> None:
         self.reporter.stage(STAGE, self.total, "steps")
@@ -184,9 +168,15 @@ class _Walk:
         return {"left": f"{left / 60:.1f} min"} if step < self.total else {}
 
     def _stage(self, entry: StageEntry, step: int) -> StageResult:
-        if step <= self.trained_before and not self.force and self._only_code_changed(entry, step):
+        trained = step <= self.trained_before
+        changed = self._changed_inputs(entry, step)
+        if trained and changed == {CODE} and not self.force:
             self.kept.add(step)
             return StageResult(entry.name, step, "up_to_date", dict(entry.module.summarise(self.run, step)))
+        if trained and entry.module is not evaluate and not self._has_weights(step - 1):
+            return self._as_it_is(entry, step)
+        if changed:
+            self.reporter.note(f"step {step} {entry.name}: {', '.join(sorted(changed))} changed, made again")
         started = time.perf_counter()
         # Force means: what is stale or damaged is rebuilt. It never repeats what is complete and unchanged.
         result = entry.module.run(self.run, step, force=True, reporter=self.reporter, bench=self.bench)
@@ -194,6 +184,17 @@ class _Walk:
             self.worked += 1
             self._note(entry.name, step, result.summary, time.perf_counter() - started)
         return result
+
+    def _has_weights(self, step: int) -> bool:
+        return (self.run.checkpoint_dir(step) / MANIFEST).is_file() or step == 0
+
+    def _as_it_is(self, entry: StageEntry, step: int) -> StageResult:
+        """A stage of a trained step whose weights retention has removed: a fault in it is told, and stops no training."""
+        try:
+            return entry.module.run(self.run, step, force=False, reporter=self.reporter, bench=self.bench)
+        except ArtifactError as error:
+            self.reporter.note(f"step {step} {entry.name} cannot be made again without checkpoint {step - 1}: {error}")
+            return StageResult(entry.name, step, "up_to_date", {})
 
     def _note(self, stage: str, step: int, summary: dict[str, Any], seconds: float) -> None:
         figures = [
@@ -206,15 +207,17 @@ class _Walk:
             figures.append(f"{summary['sampled_tokens'] / seconds:,.0f} tokens/s")
         self.reporter.note(f"step {step}/{self.total} {stage}: {', '.join(figures)}")
 
-    def _only_code_changed(self, entry: StageEntry, step: int) -> bool:
-        """Whether a finished stage differs from what would be made now in nothing but the code that made it."""
+    def _changed_inputs(self, entry: StageEntry, step: int) -> set[str]:
+        """Names of the inputs in which a finished stage differs from what would be made now; empty if it is not finished."""
         directory = self.run.step_dir(entry.table, step)
         if not (directory / MANIFEST).is_file():
-            return False
-        recorded = read_manifest(directory, verify=False).inputs
-        present = _inputs(entry, self.run, step, self.bench)
-        changed = {name for name in {*recorded, *present} if recorded.get(name) != present.get(name)}
-        return changed == {CODE}
+            return set()
+        try:
+            recorded = read_manifest(directory, verify=False).inputs
+            present: dict[str, str] = entry.module.stage_inputs(self.run, step, self.bench)
+        except ArtifactError:
+            return set()  # damaged, or something before it is: the stage itself finds out
+        return {name for name in {*recorded, *present} if recorded.get(name) != present.get(name)}
 
     def result(self) -> StageResult:
         """The closing table's figures. Raises RsipoError when the walk ended and the run is not complete."""
@@ -233,25 +236,17 @@ class _Walk:
         summary: dict[str, Any] = {
             "steps": self.rows,
             "evaluations": self.evaluations,
-            "kept_steps": len(self.kept),
             "checkpoint": str(self.run.checkpoint_dir(self.total)),
             "next_command": self._next_command(),
         }
+        if self.kept:
+            summary["kept_steps"] = _ranges(self.kept)
         return StageResult(STAGE, self.total, "done" if self.worked else "up_to_date", summary)
 
     def _next_command(self) -> str:
         if self.evaluations:
             return f"rsipo loop --run {self.run.root} --steps {2 * self.total}"
         return f"rsipo evaluate --run {self.run.root} --step {self.total}"
-
-
-def _inputs(entry: StageEntry, run: RunDirectory, step: int, bench: Workbench) -> dict[str, str]:
-    stage_inputs: Callable[..., dict[str, str]] = entry.module.stage_inputs
-    try:
-        return stage_inputs(run, step, bench)
-    except ArtifactError:
-        # An upstream stage is missing or damaged: certainly more than the code has changed.
-        return {}
 
 
 def _step_figures(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

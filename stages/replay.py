@@ -7,11 +7,11 @@ task's rollouts: an episode whose fingerprint differs does not count, and its ro
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from data.environments import Observation
@@ -89,23 +89,51 @@ def run(
         return StageResult(STAGE, step, "done", summarise(run, step))
 
 
-Group = tuple[Task, "list[EpisodeRecord]"]
+@dataclass(frozen=True)
+class Group:
+    """A task, where its rollouts started, and the episode its skill is to be written from (None: no usable one)."""
+
+    task: Task
+    fingerprint: str | None
+    evidence: EpisodeRecord | None
 
 
 def _rollout_groups(bench: Workbench, step: int) -> list[Group]:
-    """The step's tasks with their rollouts, in playing order."""
+    """The step's groups in playing order. Of the turns, only those of the evidence become Python objects."""
     from stages.episodes import episodes_from_tables
 
-    tasks = bench.tasks_of_step(step)
+    run, tasks = bench.run, bench.tasks_of_step(step)
+    rollouts = read_table(run, "rollouts", step)
+    by_task: dict[str, list[dict[str, Any]]] = {task.task_id: [] for task in tasks}
+    columns = ["episode_id", "task_id", "index", "won", "turns", "invalid_turns", "fingerprint"]
+    for row in rollouts.select(columns).to_pylist():
+        by_task[row["task_id"]].append(row)
+    chosen = {name: evidence_episode(rows, run.config.rollout.group_size) for name, rows in by_task.items()}
+    wanted = pa.array([episode for episode in chosen.values() if episode is not None], pa.large_string())
+    turns = read_table(run, "rollout_turns", step)
     records = episodes_from_tables(
-        read_table(bench.run, "rollouts", step),
-        read_table(bench.run, "rollout_turns", step),
+        rollouts.filter(pc.is_in(rollouts["episode_id"], value_set=wanted)),
+        turns.filter(pc.is_in(turns["episode_id"], value_set=wanted)),
         {task.task_id: task for task in tasks},
     )
-    by_task: dict[str, list[EpisodeRecord]] = defaultdict(list)
-    for record in records:
-        by_task[record.job.task.task_id].append(record)
-    return [(task, by_task[task.task_id]) for task in tasks]
+    evidence = {record.job.episode_id: record for record in records}
+    return [
+        Group(
+            task,
+            start_fingerprint([row["fingerprint"] for row in by_task[task.task_id]]),
+            evidence.get(chosen[task.task_id] or ""),
+        )
+        for task in tasks
+    ]
+
+
+def evidence_episode(rollouts: Sequence[Mapping[str, Any]], group_size: int) -> str | None:
+    """Id of the rollout that a task's skill is written from; `rollouts` are the task's rows."""
+    candidates = [
+        Candidate(row["index"], row["won"], row["turns"], row["turns"] - row["invalid_turns"]) for row in rollouts
+    ]
+    index = choose_evidence(candidates, group_size)
+    return next((str(row["episode_id"]) for row in rollouts if row["index"] == index), None)
 
 
 def _check_skills(
@@ -131,14 +159,11 @@ def _write_skills(bench: Workbench, step: int, groups: Sequence[Group], weights_
     from stages.engines import GenerationRequest
 
     config = bench.config
-    evidence = {task.task_id: _evidence(records, config.rollout.group_size) for task, records in groups}
-    prompts: dict[str, list[int]] = {}
-    for task, _ in groups:
-        chosen = evidence[task.task_id]
-        if chosen is not None:
-            prompts[task.task_id] = _skill_prompt(bench, step, chosen)
+    prompts = {
+        group.task.task_id: _skill_prompt(bench, step, group.evidence) for group in groups if group.evidence is not None
+    }
     room = bench.context_tokens(bench.model_dir(step - 1)) - config.replay.max_skill_tokens
-    requested = [task for task, _ in groups if 0 < len(prompts.get(task.task_id, ())) <= room]
+    requested = [group.task for group in groups if 0 < len(prompts.get(group.task.task_id, ())) <= room]
     requests = [
         GenerationRequest(
             prompt_ids=prompts[task.task_id],
@@ -154,13 +179,12 @@ def _write_skills(bench: Workbench, step: int, groups: Sequence[Group], weights_
         _skill_row(
             bench,
             step,
-            task,
-            evidence[task.task_id],
-            prompts.get(task.task_id, []),
-            written.get(task.task_id),
+            group,
+            prompts.get(group.task.task_id, []),
+            written.get(group.task.task_id),
             weights_sha256,
         )
-        for task, _ in groups
+        for group in groups
     ]
 
 
@@ -174,21 +198,10 @@ def _skill_seed(seed: int, step: int, task: Task) -> int:
     return derive_seed(seed, "skill", step, task.task_id)
 
 
-def _evidence(records: Sequence[EpisodeRecord], group_size: int) -> EpisodeRecord | None:
-    """The rollout that the skill is written from."""
-    candidates = [
-        Candidate(record.job.index, record.won, len(record.turns), len(record.turns) - record.invalid_turns)
-        for record in records
-    ]
-    chosen = choose_evidence(candidates, group_size)
-    return next((record for record in records if record.job.index == chosen), None)
-
-
 def _skill_row(
     bench: Workbench,
     step: int,
-    task: Task,
-    evidence: EpisodeRecord | None,
+    group: Group,
     prompt: list[int],
     result: GenerationResult | None,
     weights_sha256: str,
@@ -196,7 +209,7 @@ def _skill_row(
     """One row of `skills`; `reason` is set exactly where `skill` is null."""
     from stages.skill_writing import parse_skill
 
-    config = bench.config.replay
+    config, task, evidence = bench.config.replay, group.task, group.evidence
     row: dict[str, Any] = {
         "step": step,
         "skill_id": f"s-{step:05d}-{task.sha256[:12]}",
@@ -241,15 +254,15 @@ def _replay(
     skill_of = {row["task_id"]: row for row in skills if row["skill"] is not None}
     jobs = [
         EpisodeJob(
-            task=task,
+            task=group.task,
             index=index,
-            seed=derive_seed(config.run.seed, STAGE, step, task.task_id, index),
-            skill=skill_of[task.task_id]["skill"],
-            skill_id=skill_of[task.task_id]["skill_id"],
-            episode_id=episode_id("p", step, task, index),
+            seed=derive_seed(config.run.seed, STAGE, step, group.task.task_id, index),
+            skill=skill_of[group.task.task_id]["skill"],
+            skill_id=skill_of[group.task.task_id]["skill_id"],
+            episode_id=episode_id("p", step, group.task, index),
         )
-        for task, _ in groups
-        if task.task_id in skill_of
+        for group in groups
+        if group.task.task_id in skill_of
         for index in range(config.replay.replays)
     ]
     if not jobs:
@@ -264,13 +277,16 @@ def _replay(
         reporter=reporter,
         batch_episodes=None,
     )
-    starts = {task.task_id: start_fingerprint(rollouts) for task, rollouts in groups}
-    return exclude_other_starts(records, starts)
+    return exclude_other_starts(records, {group.task.task_id: group.fingerprint for group in groups})
 
 
-def start_fingerprint(rollouts: Sequence[EpisodeRecord]) -> str | None:
-    """The fingerprint that all of a task's started rollouts share; None when they disagree or none started."""
-    found = {record.fingerprint for record in rollouts if record.fingerprint is not None}
+def start_fingerprint(fingerprints: Sequence[str | None]) -> str | None:
+    """The fingerprint that all of a task's started rollouts share; None when they disagree or none started.
+
+    >>> start_fingerprint(["a", None, "a"]), start_fingerprint(["a", "b"])
+    ('a', None)
+    """
+    found = {fingerprint for fingerprint in fingerprints if fingerprint is not None}
     return found.pop() if len(found) == 1 else None
 
 

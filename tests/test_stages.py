@@ -439,3 +439,26 @@ def test_an_audit_with_other_priors_leaves_the_run_alone(finished: RunDirectory,
         assert rows(same, "gains", step) == rows(finished, "gains", step)
         assert rows(same, "type_stats", step) == rows(finished, "type_stats", step)
         assert {row["trust"] for row in rows(other, "gains", step)} == {1.0}
+
+
+def test_damage_in_a_trained_step_whose_weights_are_gone_is_told_and_stops_no_training(
+    policy: Path, tmp_path: Path
+) -> None:
+    run, notes = started(policy, tmp_path, run__keep_last=1, run__steps=2, evaluate__every=0), Notes()
+    loop.run(run)
+    assert run.finished_steps("checkpoints") == [0, 2]
+    path = run.step_dir("replays", 2) / "part-00000.parquet"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert loop.run(run, 3, reporter=notes).state == "done"
+    assert run.finished_steps("checkpoints") == [0, 3]
+    assert any("step 2 replay cannot be made again without checkpoint 1" in line for line in notes.lines)
+
+
+def test_the_loop_names_the_inputs_for_which_it_makes_a_stage_again(policy: Path, tmp_path: Path) -> None:
+    run, notes = started(policy, tmp_path, run__steps=1, evaluate__every=0), Notes()
+    loop.run(run)
+    edited = with_config(run, "gains", trust_slope=1.0)
+    assert loop.run(edited, reporter=notes).state == "done"
+    assert "step 1 estimate-gains: config changed, made again" in notes.lines
+    assert "step 1 train-step: gains changed, made again" in notes.lines
+    assert not any("rollout: " in line and "changed" in line for line in notes.lines)
