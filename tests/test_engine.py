@@ -38,17 +38,17 @@ def engine(module, tokenizer) -> TransformersEngine:
     return TransformersEngine.from_module(module, tokenizer)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0])
 def test_samples_do_not_depend_on_the_batch(engine, temperature):
-    requests = requests_of(prompts_of(64), temperature)
+    requests = requests_of(prompts_of(36), temperature, tokens=8)
     whole = engine.generate(requests)
     for size in (1, 7):
-        pieces = [result for i in range(0, 64, size) for result in engine.generate(requests[i : i + size])]
+        pieces = [result for i in range(0, 36, size) for result in engine.generate(requests[i : i + size])]
         assert [r.token_ids for r in pieces] == [r.token_ids for r in whole]
         assert [r.stop_reason for r in pieces] == [r.stop_reason for r in whole]
         for a, b in zip(pieces, whole, strict=True):
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
-    assert len({tuple(r.token_ids) for r in whole}) > 32
+    assert len({tuple(r.token_ids) for r in whole}) > 24
 
 
 def test_a_close_decision_is_taken_from_the_lone_row(module, tokenizer):
@@ -101,7 +101,7 @@ def test_replies_end_at_the_end_of_turn_or_the_limit(engine, tokenizer):
         assert len(result.logprobs) == len(result.token_ids)
 
 
-def conversation(engine: TransformersEngine, named: bool, rows: int = 24, turns: int = 4):
+def conversation(engine: TransformersEngine, named: bool, rows: int = 14, turns: int = 3):
     """Turns of growing sequences; rows drop out now and then, as episodes do."""
     sequences = prompts_of(rows, seed=5)
     alive = list(range(rows))

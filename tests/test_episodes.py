@@ -160,7 +160,7 @@ def test_replies_with_broken_logprobs_do_not_count_and_many_are_an_error(tokeniz
 def test_batch_size_changes_no_token_and_no_outcome(module, tokenizer, mode):
     renderer = Renderer(tokenizer, FakePrompts(), mode, 2, False)
     engine = TransformersEngine.from_module(module, tokenizer)
-    jobs = [job_of(fake_task(f"t{number}"), index) for number in range(4) for index in range(5)]
+    jobs = [job_of(fake_task(f"t{number}"), index) for number in range(3) for index in range(4)]
     whole = play(engine, FakeWorld(), renderer, jobs, limits=LIMITS, temperature=1.0)
     for size in (1, 7):
         other = play(engine, FakeWorld(), renderer, jobs, limits=LIMITS, temperature=1.0, batch_episodes=size)
@@ -169,7 +169,7 @@ def test_batch_size_changes_no_token_and_no_outcome(module, tokenizer, mode):
             assert (a.won, a.score, a.stop_reason) == (b.won, b.score, b.stop_reason)
             for left, right in zip(a.turns, b.turns, strict=True):
                 np.testing.assert_allclose(left.behaviour_logprobs, right.behaviour_logprobs, atol=1e-5)
-    assert len({record.turns[0].token_ids for record in whole}) > 10
+    assert len({record.turns[0].token_ids for record in whole}) > 6
 
 
 @pytest.mark.parametrize("mode", ["append_only", "window"])
