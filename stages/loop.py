@@ -268,8 +268,8 @@ def _ranges(numbers: set[int]) -> str:
     >>> _ranges({1, 2, 3, 7})
     '1-3, 7'
     """
-    ordered, spans = sorted(numbers), []
-    for number in ordered:
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:

@@ -11,7 +11,7 @@ import pytest
 
 from schemas.config import GainsSection
 from schemas.errors import ArtifactError
-from stages.estimate_gains import StepGains, estimate, gain_rows, statistics_rows
+from stages.gain_tables import StepGains, estimate, gain_rows, statistics_rows
 from stages.type_statistics import Statistics
 
 GROUP, REPLAYS, MAX_TURNS = 8, 4, 20
@@ -26,7 +26,6 @@ def episodes(rows: list[dict]) -> pa.Table:
         "fingerprint": TEXT,
         "won": pa.bool_(),
         "turns": pa.int32(),
-        "weights_sha256": TEXT,
     }
     return pa.table(
         {name: pa.chunked_array([pa.array([row[name] for row in rows], kind)]) for name, kind in kinds.items()}
@@ -35,7 +34,7 @@ def episodes(rows: list[dict]) -> pa.Table:
 
 def episode(task: str, index: int, won: bool | None, *, task_type: str = "heat", **changes: object) -> dict:
     plain = {"task_id": task, "task_type": task_type, "index": index, "fingerprint": f"start of {task}", "won": won}
-    return plain | {"turns": MAX_TURNS, "weights_sha256": "w"} | changes
+    return plain | {"turns": MAX_TURNS} | changes
 
 
 def skills(rows: list[tuple[str, str | None, str | None]]) -> pa.Table:
