@@ -76,6 +76,7 @@ class EvaluationReport:
     def as_summary(self) -> dict[str, Any]:
         """Plain values for a stage's summary; lists of mappings are tables."""
         types = [{"task_type": rate.name, **_rate_figures(rate)} for rate in self.by_type]
+        failed = [{"task_id": task_id, "error": error} for task_id, error in self.failed]
         return {
             **_rate_figures(self.micro),
             "macro_success": self.macro_rate,
@@ -86,7 +87,7 @@ class EvaluationReport:
             "stop_reasons": self.stop_reasons,
             "env_errors": len(self.failed),
             "by_type": types,
-            "failed": [{"task_id": task_id, "error": error} for task_id, error in self.failed],
+            **({"failed": failed} if failed else {}),
         }
 
 

@@ -3,7 +3,7 @@
 Reads a file of annotations and `model.path`; writes `checkpoints/step=00000`. Only annotations whose answer parses as a
 skill are used [S]. Held-out tasks are chosen by hash, never by position. Each epoch ends with an artefact `RUN/sft/`, so a
 kill costs at most one epoch; it is removed when checkpoint 0 is published. The optimiser is not kept: step 1 of the
-run begins with a fresh one.
+run begins with a fresh one. Training runs in the calling process, whatever `learner.processes` says.
 """
 
 from __future__ import annotations
