@@ -18,7 +18,7 @@ from data.tasks import Task
 from schemas.errors import ConfigError, RsipoError
 
 if TYPE_CHECKING:
-    from stages.episodes import TurnRecord
+    from stages.episode_records import TurnRecord
 
 _MISSING = frozenset({"", "none", "nan", "null"})
 _PROBE_REPLIES = ("<think>first</think>\n<action>look</action>", "<think>second</think>\n<action>wait</action>")

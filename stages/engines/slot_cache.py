@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-CAPACITY_STEP = 64  # positions a slot grows by, at least
+CAPACITY_STEP = 128  # positions a slot grows by, at least
 IDLE_CALLS = 4  # calls without use after which a session's slot may be given to another
 
 
@@ -87,7 +87,7 @@ class SlotPool:
         for name in sessions:
             if name is not None and name in self.sessions:
                 self.slots[self.sessions[name]].busy = True
-        capacity = self.capacity if length <= self.capacity else max(_rounded(length), _rounded(self.capacity * 5 // 4))
+        capacity = self.capacity if length <= self.capacity else max(_rounded(length), _rounded(self.capacity * 3 // 2))
         if self._over_budget(len(self.slots), capacity):
             capacity = max(self.capacity, _rounded(length))
         missing = sum(name is None or name not in self.sessions for name in sessions)
