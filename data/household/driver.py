@@ -20,7 +20,7 @@ from data.household.replies import rejection_text
 from data.household.wording import NOTHING_HAPPENS, feedback, introduction
 from data.household.world import HouseholdWorld
 from data.tasks import Task
-from schemas.errors import EnvironmentFault
+from schemas.errors import EnvironmentTimeout
 
 DRIVER_REVISION = 1
 
@@ -32,14 +32,14 @@ def fingerprint_of(task: Task, first: Observation, version: str) -> str:
 
 
 def check_elapsed(started: float, limit_seconds: float, what: str, task: Task) -> None:
-    """Raise EnvironmentFault when more than `limit_seconds` of wall clock passed since `started` (time.monotonic()).
+    """Raise EnvironmentTimeout when more than `limit_seconds` of wall clock passed since `started` (time.monotonic()).
 
     The check comes after the call: a session lives in the caller's process, where a running call cannot be interrupted
     safely. A call that never returns is the business of the process around it.
     """
     elapsed = time.monotonic() - started
     if elapsed > limit_seconds:
-        raise EnvironmentFault(
+        raise EnvironmentTimeout(
             f"the household engine took too long to {what}",
             where=f"task {task.task_id}",
             expected=f"at most {limit_seconds:g} s",
