@@ -173,8 +173,9 @@ class _Walk:
         if trained and changed == {CODE} and not self.force:
             self.kept.add(step)
             return StageResult(entry.name, step, "up_to_date", dict(entry.module.summarise(self.run, step)))
-        if trained and entry.module is not evaluate and not self._has_weights(step - 1):
-            return self._as_it_is(entry, step)
+        needed = step if entry.module is evaluate else step - 1
+        if trained and not self._has_weights(needed):
+            return self._as_it_is(entry, step, needed)
         if changed:
             self.reporter.note(f"step {step} {entry.name}: {', '.join(sorted(changed))} changed, made again")
         started = time.perf_counter()
@@ -188,12 +189,12 @@ class _Walk:
     def _has_weights(self, step: int) -> bool:
         return (self.run.checkpoint_dir(step) / MANIFEST).is_file() or step == 0
 
-    def _as_it_is(self, entry: StageEntry, step: int) -> StageResult:
+    def _as_it_is(self, entry: StageEntry, step: int, needed: int) -> StageResult:
         """A stage of a trained step whose weights retention has removed: a fault in it is told, and stops no training."""
         try:
             return entry.module.run(self.run, step, force=False, reporter=self.reporter, bench=self.bench)
         except ArtifactError as error:
-            self.reporter.note(f"step {step} {entry.name} cannot be made again without checkpoint {step - 1}: {error}")
+            self.reporter.note(f"step {step} {entry.name} cannot be made again without checkpoint {needed}: {error}")
             return StageResult(entry.name, step, "up_to_date", {})
 
     def _note(self, stage: str, step: int, summary: dict[str, Any], seconds: float) -> None:

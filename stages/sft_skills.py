@@ -62,16 +62,8 @@ def run(
         source = resolve_model(run.config.model.path, run.config.model.revision)
         inputs = _inputs(run, annotations, source)
         target = run.checkpoint_dir(0)
-        found = status(target, inputs)
-        if found.state == "complete":
+        if not _is_owed(target, inputs, force):
             return StageResult(STAGE, 0, "up_to_date", _summary(run, dict(read_manifest(target).extra)))
-        if found.state == "stale" and not force:
-            raise ArtifactError(
-                "checkpoint 0 was made from something else",
-                where=str(target),
-                found=f"changed inputs: {'; '.join(found.changed)}",
-                remedy="make it anew with --force (every later step is stale then), or start another run",
-            )
         with Stopwatch(run, 0, STAGE):
             training = _Training(run, workbench, reporter, source, sha256_json(inputs))
             training.prepare(annotations)
@@ -85,6 +77,26 @@ def run(
             publish_directory(target, kind=KIND, inputs=inputs, write=write, extra=extra, replace=True)
             shutil.rmtree(_work_directory(run), ignore_errors=True)
         return StageResult(STAGE, 0, "done", _summary(run, extra))
+
+
+def _is_owed(checkpoint: Path, inputs: dict[str, str], force: bool) -> bool:
+    """Whether checkpoint 0 is to be made; with `force` one that is damaged or was made from something else is owed too."""
+    try:
+        found = status(checkpoint, inputs)
+        if found.state == "complete":
+            read_manifest(checkpoint)
+    except ArtifactError:
+        if not force:
+            raise
+        return True
+    if found.state == "stale" and not force:
+        raise ArtifactError(
+            "checkpoint 0 was made from something else",
+            where=str(checkpoint),
+            found=f"changed inputs: {'; '.join(found.changed)}",
+            remedy="make it anew with --force (every later step is stale then), or start another run",
+        )
+    return found.state != "complete"
 
 
 def _inputs(run: RunDirectory, annotations: Path, source: Path) -> dict[str, str]:

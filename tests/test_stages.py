@@ -444,14 +444,16 @@ def test_an_audit_with_other_priors_leaves_the_run_alone(finished: RunDirectory,
 def test_damage_in_a_trained_step_whose_weights_are_gone_is_told_and_stops_no_training(
     policy: Path, tmp_path: Path
 ) -> None:
-    run, notes = started(policy, tmp_path, run__keep_last=1, run__steps=2, evaluate__every=0), Notes()
+    run, notes = started(policy, tmp_path, run__keep_last=1, run__steps=2, evaluate__attempts=1), Notes()
     loop.run(run)
     assert run.finished_steps("checkpoints") == [0, 2]
+    (run.step_dir("evals", 1) / MANIFEST).unlink()
     path = run.step_dir("replays", 2) / "part-00000.parquet"
     path.write_bytes(path.read_bytes()[:-100])
     assert loop.run(run, 3, reporter=notes).state == "done"
     assert run.finished_steps("checkpoints") == [0, 3]
-    assert any("step 2 replay cannot be made again without checkpoint 1" in line for line in notes.lines)
+    for fault in ("step 2 replay cannot be made again", "step 1 evaluate cannot be made again"):
+        assert any(line.startswith(f"{fault} without checkpoint 1") for line in notes.lines)
 
 
 def test_the_loop_names_the_inputs_for_which_it_makes_a_stage_again(policy: Path, tmp_path: Path) -> None:
