@@ -31,6 +31,7 @@ from data.policies.tokenizer import train_tokenizer
 SHARD_EXAMPLES = 1536
 CONTEXT_WEIGHT = 0.2
 VOCABULARY = 1024
+ROPE_THETA = 1e6  # slow rotations in most dimensions: matching a name must not depend on how far away it stands
 Encoded = tuple[np.ndarray, np.ndarray]  # token ids (L,), loss weights of predicting each (L,)
 
 
@@ -111,6 +112,8 @@ def build_model(settings: Settings, vocabulary: int, eos: int, pad: int) -> Llam
         num_key_value_heads=settings.heads,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         eos_token_id=eos,
         pad_token_id=pad,
         bos_token_id=None,
