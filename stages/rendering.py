@@ -7,7 +7,9 @@ prompt, the sampled reply, exactly the tokens the chat template puts between tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from jinja2.exceptions import TemplateError
@@ -29,7 +31,8 @@ class Renderer:
 
     `mode` "window" or "append_only"; `history` is H, the past turns of a window prompt; `enable_thinking` is handed to chat
     templates. Raises ConfigError for a tokenizer without a usable chat template, with more tokens than `vocabulary_size`,
-    and in `append_only` mode for a template that changes earlier turns when new ones are added.
+    and in `append_only` mode for a template that changes earlier turns when new ones are added. `reply_ends` are ids that
+    end a reply besides the template's and the tokenizer's own (see `generation_eos_ids`).
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Renderer:
         enable_thinking: bool,
         *,
         vocabulary_size: int | None = None,
+        reply_ends: Iterable[int] = (),
     ) -> None:
         if mode not in ("window", "append_only"):
             raise ConfigError("unknown prompt mode", where="prompt.mode", expected="window or append_only", found=mode)
@@ -51,6 +55,7 @@ class Renderer:
         self.tokenizer, self.prompts, self.mode, self.history = tokenizer, prompts, mode, history
         self._chat = ChatFormat(tokenizer, enable_thinking)
         self.eos_ids: tuple[int, ...] = self._chat.eos_ids
+        self._reply_ends = frozenset([*self.eos_ids, *reply_ends])
         if mode == "append_only":
             self._chat.check_append_only(prompts.system)
 
@@ -96,8 +101,8 @@ class Renderer:
         return [*self._chat.encode(self._chat.plain(_expect_text(text, "an answer"))), self.eos_ids[0]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, control tokens shown as they are; an end-of-turn id at the end is left out."""
-        kept = ids[:-1] if len(ids) and ids[-1] in self.eos_ids else ids
+        """The text of sampled ids, control tokens shown as they are; an id that ends replies is left out at the end."""
+        kept = ids[:-1] if len(ids) and ids[-1] in self._reply_ends else ids
         return self.tokenizer.decode(list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _prompt_ids(self, user: str) -> list[int]:
@@ -242,6 +247,21 @@ def as_turn(turn: Turn | TurnRecord) -> Turn:
 def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that end a reply. Raises ConfigError without a chat template."""
     return ChatFormat(tokenizer).eos_ids
+
+
+def generation_eos_ids(model_dir: Path) -> tuple[int, ...]:
+    """The ids at which a model's own settings end a reply: some models name more than the template writes.
+
+    Those of `generation_config.json`, or of `config.json` where there is no such file. ConfigError if it is not JSON.
+    """
+    for path in (model_dir / "generation_config.json", model_dir / "config.json"):
+        if path.is_file():
+            try:
+                ids = json.loads(path.read_text()).get("eos_token_id")
+            except (OSError, ValueError, AttributeError) as error:
+                raise ConfigError("cannot read the model's settings", where=str(path), found=str(error)) from error
+            return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int) -> None:

@@ -156,7 +156,7 @@ class Workbench:
 
     def renderer_of(self, model_dir: Path) -> Renderer:
         """The renderer of the tokenizer in `model_dir`; raises ConfigError when the tokenizer cannot be used."""
-        from stages.rendering import Renderer
+        from stages.rendering import Renderer, generation_eos_ids
 
         if model_dir not in self._renderers:
             prompt = self.config.prompt
@@ -169,6 +169,7 @@ class Workbench:
                     history=prompt.history,
                     enable_thinking=prompt.enable_thinking,
                     vocabulary_size=vocabulary_size(model_dir),
+                    reply_ends=generation_eos_ids(model_dir),
                 )
             }
         return self._renderers[model_dir]

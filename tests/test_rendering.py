@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +12,18 @@ from hypothesis import strategies as st
 from data.environments import Observation, Turn
 from data.tasks import Task
 from schemas.errors import ConfigError, RsipoError
-from stages.rendering import Renderer, check_vocabulary, end_of_turn_ids, next_prompt_ids, turn_prompt_ids
+from schemas.run_directory import RunDirectory
+from stages.rendering import (
+    Renderer,
+    check_vocabulary,
+    end_of_turn_ids,
+    generation_eos_ids,
+    next_prompt_ids,
+    turn_prompt_ids,
+)
+from stages.workbench import Workbench
 from tests.fake_world import FakePrompts, turn_record
+from tests.small_world import SPECIAL, WORDS, small_config, write_small_policy
 from tests.tiny_model import CHATML, FORGETFUL, HEADERS, tiny_tokenizer
 
 TASK = Task("t1", "kind", "train", "put a mug in the cabinet", {})
@@ -187,3 +200,29 @@ def test_a_missing_value_never_becomes_text(skill):
 def test_the_end_of_turn_comes_from_template_and_tokenizer():
     assert end_of_turn_ids(tiny_tokenizer(CHATML, eos="<|endoftext|>")) == (2, 0)
     assert end_of_turn_ids(tiny_tokenizer(HEADERS, eos="<|eot|>")) == (6,)
+
+
+@pytest.mark.parametrize(
+    ("settings_of", "expected"), [({}, ()), ({"eos_token_id": 2}, (2,)), ({"eos_token_id": [2, 0]}, (2, 0))]
+)
+def test_further_ends_come_from_the_generation_settings(tmp_path: Path, settings_of, expected):
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
+    assert generation_eos_ids(tmp_path) == (9,)
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings_of))
+    assert generation_eos_ids(tmp_path) == expected
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(ConfigError, match="generation_config.json"):
+        generation_eos_ids(tmp_path)
+
+
+def test_the_text_of_a_reply_leaves_out_whichever_id_ended_it(tmp_path: Path):
+    """An engine also stops at the ids of the generation settings; the skill or action must not end with their text."""
+    policy = write_small_policy(tmp_path / "policy")
+    words = [*SPECIAL, *WORDS]
+    end, other, word = words.index("<|end|>"), words.index("<|system|>"), words.index("again")
+    (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, other]}))
+    with Workbench(RunDirectory.create(tmp_path / "run", small_config(policy))) as bench:
+        assert other in bench.engine(0).eos_ids  # type: ignore[attr-defined]
+        renderer = bench.renderer(0)
+    assert renderer.decode([word, end]) == renderer.decode([word, other]) == renderer.decode([word]) == "again"
+    assert "<|system|>" in renderer.decode([other, word])

@@ -24,7 +24,7 @@ from typing import Any
 
 from schemas.errors import ConfigError, EngineError
 from stages.engines import GenerationRequest, GenerationResult
-from stages.rendering import check_vocabulary, end_of_turn_ids
+from stages.rendering import check_vocabulary, end_of_turn_ids, generation_eos_ids
 
 TRUNCATED = ("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 PROBE_IDS = tuple(range(1, 17))
@@ -69,7 +69,7 @@ class VllmEngine:
         tokenizer = _load_tokenizer(model_dir)
         config = _read_json(Path(model_dir) / "config.json")
         check_vocabulary(tokenizer, int(config["vocab_size"]))
-        self.eos_ids = frozenset(end_of_turn_ids(tokenizer)) | _generation_eos_ids(Path(model_dir))
+        self.eos_ids = frozenset(end_of_turn_ids(tokenizer)) | frozenset(generation_eos_ids(Path(model_dir)))
         self.context_length: int | None = max_model_len or config.get("max_position_embeddings")
         self.weights_sha256: str | None = None
         arguments: dict[str, Any] = {
@@ -300,12 +300,6 @@ def _load_tokenizer(model_dir: Path | str) -> Any:
     from stages.engines.model_loading import load_tokenizer
 
     return load_tokenizer(model_dir)
-
-
-def _generation_eos_ids(model_dir: Path) -> frozenset[int]:
-    path = model_dir / "generation_config.json"
-    ids = _read_json(path).get("eos_token_id") if path.is_file() else None
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
