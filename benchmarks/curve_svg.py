@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 430
-LEFT, RIGHT, TOP, BOTTOM = 60, 40, 76, 66  # margins around the plot, pixels
+LEFT, RIGHT, TOP, BOTTOM = 76, 60, 76, 66  # margins around the plot, pixels
 MOST_TICKS = 11
 
 STYLE = """
@@ -102,9 +102,9 @@ def _vertical_axis() -> list[str]:
 
 def _horizontal_axis(ticks: Sequence[CurvePoint], last: int) -> list[str]:
     bottom = y_of(0.0)
-    parts = [_text(LEFT - 8, bottom + 20, "step", "faint", "end")]
+    parts = [_text(LEFT - 14, bottom + 20, "step", "faint", "end")]
     if any(point.minutes is not None for point in ticks):
-        parts.append(_text(LEFT - 8, bottom + 38, "minutes", "faint small", "end"))
+        parts.append(_text(LEFT - 14, bottom + 38, "minutes", "faint small", "end"))
     for point in ticks:
         x = x_of(point.step, last)
         parts.append(_line(x, bottom, x, bottom + 4, "axis"))
@@ -133,10 +133,10 @@ def _curves(points: Sequence[CurvePoint], last: int) -> list[str]:
 def _ends(points: Sequence[CurvePoint], last: int) -> list[str]:
     """The success of the first and the last evaluation in figures."""
     first, final = points[0], points[-1]
-    parts = [_text(x_of(first.step, last) + 6, y_of(first.success) - 9, f"{first.success:.0%}", "text", "start")]
+    parts = [_text(x_of(first.step, last) + 6, y_of(first.success) + 20, f"{first.success:.0%}", "text", "start")]
     if final is not first:
         parts.append(
-            _text(x_of(final.step, last) + 6, y_of(final.success) - 9, f"{final.success:.0%}", "text", "middle")
+            _text(x_of(final.step, last) + 9, y_of(final.success) + 4, f"{final.success:.0%}", "text", "start")
         )
     return parts
 

@@ -10,7 +10,7 @@
 
 All evaluations sample at the run's `evaluate.temperature`. Full-size and real games get more turns and a longer context
 than small rooms (`FULL_SIZE`), before and after alike. "Minutes" of a checkpoint are those of every stage that came before
-it, its earlier evaluations included, its own not; loading between stages and attempts that were killed are in the
+it, earlier evaluations included, its own not; generating the panels, loading, and attempts that were killed are in the
 wall-clock time alone. Exit code 1 when the held-out success rises by less than 25 points or training took over an hour.
 """
 
