@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_an_example_is_a_function_of_seed_and_index() -> None:
 
 
 def test_examples_alternate_roles_and_every_reply_with_loss_parses() -> None:
-    injected = learned = skills = 0
+    injected = learned = skills = drills = 0
     for index in range(150):
         conversation = corpus.example(5, index)
         assert [m.role for m in conversation] == ["user", "assistant"] * (len(conversation) // 2)
@@ -84,10 +85,30 @@ def test_examples_alternate_roles_and_every_reply_with_loss_parses() -> None:
             skills += 1
             assert parse_skill(conversation[1].content, cut=False, min_words=5).skill is not None
             continue
+        if conversation[0].content.endswith("?"):
+            drills += 1
+            continue
         for message in conversation[1::2]:
             assert parse_reply(message.content, cut=False).valid, message.content
             learned, injected = learned + message.loss, injected + (not message.loss)
-    assert skills > 5 and injected > 10 and learned > 20 * injected / 10
+    assert skills > 5 and drills > 10 and injected > 10 and learned > 20 * injected / 10
+
+
+def test_drills_ask_what_the_text_answers_after_renaming_too() -> None:
+    asked = 0
+    for index in range(200):
+        conversation = corpus.example(6, index)
+        text = conversation[0].content
+        if not text.endswith("?"):
+            continue
+        for question, answer in zip(conversation[::2], conversation[1::2], strict=True):
+            thing = re.fullmatch(r"the ([a-z]+)\?", question.content.splitlines()[-1])
+            if thing:
+                seen = re.search(rf"\ba {thing[1]} (\d+)", text)
+                expected = f"the {thing[1]} {seen[1]}: take" if seen else f"the {thing[1]}: find"
+                assert answer.content == f"<think>{expected}</think>"
+                asked += 1
+    assert asked > 50
 
 
 def test_renaming_keeps_tools_and_every_name_consistent() -> None:

@@ -1,8 +1,9 @@
 """The training text of the bundled household policy: episodes of the scripted player on generated games.
 
-Example `index` of a corpus follows from (seed, index) alone. Four kinds of example are mixed: episodes without a skill,
+Example `index` of a corpus follows from (seed, index) alone. Five kinds of example are mixed: episodes without a skill,
 whose plan is right in `GOOD_SHARE` of them only; episodes with a skill, whose plan is whatever the skill says; episodes with a
-skill that says nothing, played like those without; and (finished episode -> skill) pairs, good and poor ones mixed. Two kinds
+skill that says nothing, played like those without; (finished episode -> skill) pairs, good and poor ones mixed; and drills, short questions about what stands in a
+text (is it there, which number, what comes next), since grounding is what a small model learns last. Two kinds
 of change keep the model from memorising: objects and receptacles are renamed in part of the examples, and wrong turns
 are put in (without loss) so that recovery is shown too.
 """
@@ -30,6 +31,8 @@ MAX_TURNS = 24
 IDLE_TURNS = 2  # shown after a plan is used up without a win
 WRONG_TURN_SHARE = 0.3  # episodes with wrong turns put in
 RENAMED_SHARE = 0.6
+DRILL_SHARE = 0.25
+DRILL_QUESTIONS = 8
 KEPT_NAMES = frozenset({*TOOLS.values(), "desklamp"})  # the tools' names carry meaning
 
 
@@ -54,6 +57,8 @@ def example(seed: int, index: int, *, size: str = "small", split: str = "train")
     draw = rng.random()
     if draw < 0.12:
         conversation = _skill_pair(task, rng)
+    elif rng.random() < DRILL_SHARE:
+        conversation = _drill(task, rng)
     else:
         skill, plan = _skill_and_plan(task, rng, with_skill=draw > 0.55)
         conversation, _, _, _ = _episode(task, plan, skill, rng)
@@ -138,6 +143,40 @@ def _skill_pair(task: Task, rng: random.Random) -> Conversation:
     ]
 
 
+def _drill(task: Task, rng: random.Random) -> Conversation:
+    """Questions about a room and a few receptacles in it, each answered as an episode's replies would put it."""
+    objects, _ = _class_names()
+    session = HouseholdSession(task, "corpus")
+    rooms = [f"{name} {number}" for name, number in _ENTITY_SEEN.findall(session.first_observation.text)]
+    lines, seen = [CompactPrompts().opening(task, session.first_observation, None).splitlines()[-1]], {}
+    for receptacle in rng.sample(rooms, min(len(rooms), rng.randrange(1, 5))):
+        text = session.step(f"go to {receptacle}").observation.text
+        if text.endswith("is closed."):
+            text = session.step(f"open {receptacle}").observation.text
+        lines.append(text)
+        for name, number in _ENTITY_SEEN.findall(text):
+            seen.setdefault(name, f"{name} {number}")
+    conversation: Conversation = []
+    for _ in range(DRILL_QUESTIONS):
+        kind = rng.random()
+        if kind < 0.3:
+            place = rng.randrange(len(rooms) - 1)
+            question, answer = f"after the {rooms[place]}?", f"<action>go to {rooms[place + 1]}</action>"
+        elif kind < 0.45:
+            name = rng.choice(rooms).split(" ")[0]
+            first = next(receptacle for receptacle in rooms if receptacle.split(" ")[0] == name)
+            question, answer = f"to the {name}?", f"<action>go to {first}</action>"
+        else:
+            name = rng.choice(sorted(seen)) if seen and rng.random() < 0.5 else rng.choice(objects)
+            thought = f"the {seen[name]}: take" if name in seen else f"the {name}: find"
+            question, answer = f"the {name}?", f"<think>{thought}</think>"
+        lines.append(question)
+        conversation += [Message("user", "\n".join(lines), False), Message("assistant", answer, True)]
+        lines = []
+    return conversation
+
+
+_ENTITY_SEEN = re.compile(r"\ba ([a-z]+) (\d+)")
 _ENTITY = re.compile(r"\b([a-z]+) (\d+)\b")
 
 
@@ -146,7 +185,7 @@ def _renamed(conversation: Conversation, rng: random.Random) -> Conversation:
     objects, receptacles = _class_names()
     text = " ".join(message.content for message in conversation)
     entities = sorted(set(_ENTITY.findall(text)))
-    used = sorted({name for name, _ in entities} - KEPT_NAMES)
+    used = sorted(set(re.findall(r"[a-z]+", text)))  # named without a number too: a new name must not be taken already
     names = _injection([n for n in used if n in objects], objects, rng)
     names |= _injection([n for n in used if n in receptacles], receptacles, rng)
     numbers: dict[tuple[str, str], str] = {}

@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from data.policies.corpus import Conversation, example
+from data.policies.induction import initialise
 from data.policies.tokenizer import train_tokenizer
 
 SHARD_EXAMPLES = 1536
@@ -117,10 +118,11 @@ def build_model(settings: Settings, vocabulary: int, eos: int, pad: int) -> Llam
         eos_token_id=eos,
         pad_token_id=pad,
         bos_token_id=None,
-        initializer_range=0.05,
         attention_dropout=0.0,
     )
-    return LlamaForCausalLM(config).float()
+    model = LlamaForCausalLM(config).float()
+    initialise(model, settings.seed)
+    return model
 
 
 def optimizers(model: LlamaForCausalLM, settings: Settings) -> list[torch.optim.Optimizer]:
