@@ -7,11 +7,33 @@ messages live in `schemas.config_loading`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 CONFIG_VERSION: Literal[1] = 1
+
+# What the package has under a name; everything else is an import string. The classes are where schemas cannot look.
+ENVIRONMENTS = ("household",)
+ENGINES = ("transformers", "vllm")
+ADVANTAGES = ("grpo", "opid", "rlsd")
+GATES = ("constant", "sigmoid")
+
+UNKNOWN_NAME = "unknown_name"  # the type of the fault; `schemas.config_loading` words it
+_IMPORT_STRING = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def _name_of(*names: str) -> AfterValidator:
+    """One of `names`, or an import string `package.module:Class`; nothing else passes."""
+
+    def check(value: str) -> str:
+        if value not in names and not _IMPORT_STRING.fullmatch(value):
+            raise PydanticCustomError(UNKNOWN_NAME, "unknown name", {"names": names})
+        return value
+
+    return AfterValidator(check)
 
 
 class Section(BaseModel):
@@ -40,11 +62,17 @@ class ModelSection(Section):
 
 
 class EnvSection(Section):
-    name: str = Field("household", description="Built-in environment or import string `module:Class`.")
+    name: Annotated[str, _name_of(*ENVIRONMENTS)] = Field(
+        "household", description="Built-in environment or import string `module:Class`."
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's class.")
     max_turns: int = Field(30, ge=1, description="Turns after which an episode ends. [S] 30 household, 4 search")
     max_error_share: float = Field(
-        0.2, ge=0, le=1, description="Share of episodes with an environment error above which the stage fails. [O]"
+        0.2,
+        ge=0,
+        le=1,
+        description="Share of episodes with an environment error above which `rollout` and `replay` fail and play the step "
+        "anew; `evaluate` keeps and reports its result, and exits with 1. [O]",
     )
 
 
@@ -62,16 +90,22 @@ class PromptSection(Section):
         description="`window`: one row per turn with the last H turns [S]; `append_only`: one growing sequence.",
     )
     history: int = Field(5, ge=0, description="H, past turns shown in a window prompt. [S] 5 household, 4 search")
-    max_prompt_tokens: int = Field(2048, ge=16, description="Longest prompt of a turn. [S] 2048 household, 4096 search")
-    max_reply_tokens: int = Field(512, ge=1, description="Longest reply of a turn. [S]")
+    max_prompt_tokens: int = Field(
+        2048,
+        ge=16,
+        description="Longest prompt of a turn in `window` mode; no effect in `append_only`. [S] 2048 household, 4096 search",
+    )
+    max_reply_tokens: int = Field(512, ge=1, description="Longest reply of a turn. [S] 512")
     max_episode_tokens: int = Field(
-        16384, ge=32, description="Longest append_only sequence; reaching it ends the episode."
+        16384, ge=32, description="Longest sequence in `append_only` mode; reaching it ends the episode. [O]"
     )
     enable_thinking: bool = Field(False, description="Passed to chat templates that have a thinking switch. [P] off")
 
 
 class EngineSection(Section):
-    name: str = Field("transformers", description="`transformers`, `vllm`, or an import string `module:Class`.")
+    name: Annotated[str, _name_of(*ENGINES)] = Field(
+        "transformers", description="`transformers`, `vllm`, or an import string `module:Class`."
+    )
     batch_sequences: int = Field(128, ge=1, description="Most sequences decoded together by the engine.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the engine's class.")
     max_logprob_gap: float = Field(
@@ -92,8 +126,8 @@ class RolloutSection(Section):
 class ReplaySection(Section):
     replays: int = Field(4, ge=1, description="K, teacher episodes per checked skill. [O] 4")
     skill_temperature: float = Field(1.0, gt=0, description="Skills are sampled. [O] 1.0")
-    max_skill_tokens: int = Field(512, ge=8, description="Longest written skill.")
-    min_skill_words: int = Field(5, ge=1, description="A skill of fewer words is a parse failure. [S]")
+    max_skill_tokens: int = Field(512, ge=8, description="Longest written skill, in tokens. [O] 512")
+    min_skill_words: int = Field(5, ge=1, description="A skill of fewer words is a parse failure. [S] 5")
     max_no_skill_share: float = Field(
         1.0, ge=0, le=1, description="Share of tasks without a usable skill above which the stage fails. [O]"
     )
@@ -101,11 +135,16 @@ class ReplaySection(Section):
 
 class GainsSection(Section):
     speed_bonus: float = Field(
-        0.2, ge=0, description="lambda_u in u = won * (1 + lambda_u * (1 - turns / max_turns)). [O]"
+        0.2, ge=0, description="lambda_u in u = won * (1 + lambda_u * (1 - turns / max_turns)). [O] 0.2"
     )
-    decay: float = Field(0.9, ge=0, lt=1, description="rho of the moving averages. [O]")
-    trust_slope: float = Field(2.0, ge=0, description="kappa. [P] 2")
-    trust_max: float = Field(2.0, ge=1, description="omega_max. [P] 2")
+    decay: float = Field(0.9, ge=0, lt=1, description="rho of the moving averages. [O] 0.9")
+    trust_intercept: float = Field(
+        1.0,
+        ge=0,
+        description="i in trust omega = clip(i + kappa * shrunk gain, 0, omega_max); without a gain omega is 1. [O] 1",
+    )
+    trust_slope: float = Field(2.0, ge=0, description="kappa of the trust. [P] 2")
+    trust_max: float = Field(2.0, ge=1, description="omega_max of the trust. [P] 2")
     skill_reward: Literal["raw", "shrunk"] = Field("raw", description="r_q = g_q - m_c, or shrunk gain - m_c. [P] raw")
     skill_reward_clip: float = Field(2.0, gt=0, description="r_q is clipped to +- this. [O] 2")
 
@@ -115,39 +154,67 @@ class ObjectiveSection(Section):
     invalid_penalty: float = Field(
         0.1, ge=0, description="Taken off for each invalid turn. [S] 0.1 household, 0.01 search"
     )
+    advantage: Annotated[str, _name_of(*ADVANTAGES)] = Field(
+        "grpo",
+        description="Token credit of the policy gradient: `grpo` (the group advantage on every token), `opid`, `rlsd`, or an "
+        "import string of an `AdvantagePart`. [P] grpo",
+    )
+    advantage_options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the advantage's class."
+    )
     advantage_norm: Literal["std", "none"] = Field(
-        "std", description="Divide group advantages by the group's std, or not."
+        "std", description="Divide group advantages by the group's std, or not. [S] std"
+    )
+    advantage_eps: float = Field(
+        1e-6, ge=0, description="Added to the group's std before group advantages are divided by it. [O] 1e-6"
     )
     group_stats: Literal["rollouts", "rows"] = Field(
         "rollouts", description="One vote per rollout [O], or per turn row [S]."
     )
-    grpo_coef: float = Field(1.0, ge=0, description="Coefficient of the GRPO term.")
+    grpo_coef: float = Field(1.0, ge=0, description="Coefficient of the GRPO term. [P] 1")
     eps_clip: float = Field(0.2, gt=0, lt=1, description="Clip range of the surrogate. [S] 0.2")
     opsd_coef: float = Field(0.01, ge=0, description="lambda_opsd. [S] 0.01")
-    opsd_weight: str = Field("trust", description="Distillation weight: `trust` (omega) or `one`, or an import string.")
-    opsd_gate: str = Field("sigmoid", description="Token gate: `sigmoid` (of beta_gate * Delta) or `constant` (0.5).")
-    beta_gate: float = Field(5.0, ge=0, description="Slope of the gate. [S] 5")
+    opsd_weight: Literal["trust", "one"] = Field(
+        "trust", description="What a task's gates are multiplied by: `trust` (omega) or `one`. [P] trust"
+    )
+    opsd_gate: Annotated[str, _name_of(*GATES)] = Field(
+        "sigmoid",
+        description="Gate of each token: `sigmoid` (of beta_gate * Delta), `constant` (0.5), or an import string of a "
+        "`DistillationWeight`. [S] sigmoid",
+    )
+    beta_gate: float = Field(5.0, ge=0, description="Slope of the `sigmoid` gate; belongs to no other gate. [S] 5")
     skill_coef: float = Field(0.1, ge=0, description="lambda_skill. [O] 0.1")
-    kl_coef: float = Field(0.01, ge=0, description="beta_kl to the initial policy; 0 skips the reference pass. [S]")
-    loss_agg: Literal["token_mean", "sequence_mean"] = Field("token_mean", description="Normaliser of token losses.")
+    kl_coef: float = Field(
+        0.01,
+        ge=0,
+        description="beta_kl to the initial policy; 0 skips the reference pass. [S] 0.01 household, 0.001 search",
+    )
+    loss_agg: Literal["token_mean", "sequence_mean"] = Field(
+        "token_mean",
+        description="Normaliser of token losses: of all tokens of an optimiser step, or first within each row. [O]",
+    )
 
 
 class OptimizerSection(Section):
     lr: float = Field(1e-6, gt=0, description="Peak learning rate. [P] 1e-6")
-    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="Learning-rate schedule.")
-    warmup_steps: int = Field(0, ge=0, description="Linear warm-up steps.")
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="Learning-rate schedule over run.steps. [O]"
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises linearly. [O]")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of AdamW, times the learning rate. [O]")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's average of gradients. [O]")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of AdamW's average of squared gradients. [O]")
+    eps: float = Field(1e-8, gt=0, description="Added to AdamW's denominator. [O]")
+    max_grad_norm: float = Field(1.0, gt=0, description="The norm of the whole gradient is clipped to this. [O]")
 
 
 class LearnerSection(Section):
     processes: int = Field(1, ge=1, description="Training processes (one per GPU); 1 trains in the calling process.")
     micro_batch_tokens: int = Field(16384, ge=64, description="Most padded tokens of one forward-backward pass.")
     minibatch_rows: int | None = Field(
-        None, ge=1, description="Rows per optimiser step; unset is one step an iteration. [O]"
+        None,
+        ge=1,
+        description="Rows per optimiser step; unset is one step an iteration. [O] unset; [S] 256 household, 512 search",
     )
     gradient_checkpointing: bool = Field(False, description="Trade time for memory in the backward pass.")
     logits_chunk: int = Field(1024, ge=16, description="Positions whose logits are held at once.")
@@ -155,25 +222,33 @@ class LearnerSection(Section):
 
 class EvaluateSection(Section):
     temperature: float = Field(0.4, ge=0, description="Sampling temperature; 0 is greedy. [S] 0.4")
-    attempts: int = Field(1, ge=1, description="Episodes per task.")
+    attempts: int = Field(1, ge=1, description="Episodes of each task. [O] 1")
     seed: int = Field(
         1234, ge=0, description="Seed of evaluation alone; results depend on (weights, panel, seed) only."
     )
-    every: int = Field(10, ge=0, description="`loop` evaluates every n steps, and before the first; 0 never.")
+    every: int = Field(
+        10,
+        ge=0,
+        description="`loop` evaluates before the first step, after every n-th and after the last; 0 never. [O]",
+    )
     batch_episodes: int = Field(128, ge=1, description="Episodes played together; does not change any result.")
 
 
 class SftSection(Section):
-    epochs: int = Field(3, ge=1, description="[S] 3")
-    lr: float = Field(5e-6, gt=0, description="[S] 5e-6")
-    batch_rows: int = Field(8, ge=1, description="[S] 8")
-    max_length: int = Field(8192, ge=32, description="Longest example in tokens; longer ones are rejected. [S] 8192")
-    held_out: float = Field(0.1, gt=0, lt=1, description="Share of examples held out. [S] 10 %")
-    warmup_share: float = Field(0.03, ge=0, lt=1)
-    max_duplicate_share: float = Field(
-        0.5, ge=0, le=1, description="Share of duplicate examples above which the stage fails."
+    epochs: int = Field(3, ge=1, description="Passes over the examples that are not held out. [S] 3")
+    lr: float = Field(5e-6, gt=0, description="Peak learning rate. [S] 5e-6")
+    batch_rows: int = Field(8, ge=1, description="Examples of one optimiser step. [S] 8")
+    max_length: int = Field(
+        8192, ge=32, description="Longest example in tokens; longer ones are rejected. [S] 8192 household, 12288 search"
     )
-    min_unique_skills: int = Field(2, ge=1, description="Distinct skills below which the stage fails.")
+    held_out: float = Field(0.1, gt=0, lt=1, description="Share of examples held out. [S] 10 %")
+    warmup_share: float = Field(
+        0.03, ge=0, lt=1, description="Share of the optimiser steps in which the learning rate rises linearly. [O]"
+    )
+    max_duplicate_share: float = Field(
+        0.5, ge=0, le=1, description="Share of duplicate examples above which the stage fails. [O]"
+    )
+    min_unique_skills: int = Field(2, ge=1, description="Distinct skills below which the stage fails. [O]")
 
 
 class Config(Section):
@@ -202,4 +277,10 @@ class Config(Section):
             raise ValueError("prompt.max_episode_tokens must exceed prompt.max_reply_tokens")
         if self.optimizer.warmup_steps >= self.run.steps and self.optimizer.schedule != "constant":
             raise ValueError("optimizer.warmup_steps must be below run.steps")
+        objective = self.objective
+        if objective.opsd_gate != "sigmoid" and objective.beta_gate != ObjectiveSection().beta_gate:
+            raise ValueError(
+                f"objective.beta_gate is the slope of the sigmoid gate and would be ignored: expected "
+                f"objective.opsd_gate sigmoid, found {objective.opsd_gate!r}; leave beta_gate out"
+            )
         return self

@@ -35,10 +35,11 @@ run's own configuration, or for a new run the preset `household-tiny`. A run kee
   `none`.
 - Unknown keys are refused and the nearest one is named. Types are strict: `"8"` is not a number, `true` is not 1; a
   whole number is accepted where a number is expected. NaN and infinity are refused.
-- Keys below `env.options` and `engine.options` are keyword arguments of the environment's or engine's class, for example
-  `--set env.options.prompts=compact`.
+- Keys below `env.options`, `engine.options` and `objective.advantage_options` are keyword arguments of the environment's,
+  engine's or advantage's class, for example `--set env.options.prompts=compact`.
 - Refused combinations: `prompt.mode = "append_only"` with `prompt.max_episode_tokens` not above
-  `prompt.max_reply_tokens`; a schedule that is not constant with `optimizer.warmup_steps` not below `run.steps`.
+  `prompt.max_reply_tokens`; a schedule that is not constant with `optimizer.warmup_steps` not below `run.steps`; another
+  `objective.opsd_gate` than `sigmoid` with `objective.beta_gate` changed.
 """
 
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from schemas import __version__
 from schemas.artifacts import sha256_json
-from schemas.config import Config
+from schemas.config import UNKNOWN_NAME, Config
 from schemas.errors import ConfigError
 
 PACKAGES = ("data", "rsipo_cli", "schemas", "stages")
@@ -191,7 +191,8 @@ _TYPES = {"int": "an integer", "float": "a number", "string": "text", "bool": "t
 def _config_error(fault: dict[str, Any], origins: Origins) -> ConfigError:
     path = tuple(str(part) for part in fault["loc"])
     key = ".".join(path)
-    origin = next((source for known, source in origins.items() if known[: len(path)] == path), None)
+    below = (source for known, source in origins.items() if known[: len(path)] == path)
+    origin = origins.get(path) or next(below, None)
     where = f"{key}, from {origin}" if key and origin else key or origin
     if fault["type"] == "extra_forbidden":
         near = _nearest_key(path)
@@ -203,11 +204,21 @@ def _config_error(fault: dict[str, Any], origins: Origins) -> ConfigError:
     if bounds:
         return ConfigError("value out of range", where=where, expected=bounds[0], found=repr(fault["input"]))
     if fault["type"] == "literal_error":
-        return ConfigError("value not allowed", where=where, expected=context["expected"], found=repr(fault["input"]))
+        names = re.findall(r"'([^']*)'", context["expected"])
+        return _not_allowed(where, context["expected"], names, fault["input"])
+    if fault["type"] == UNKNOWN_NAME:
+        expected = ", ".join(map(repr, context["names"])) + " or an import string package.module:Class"
+        return _not_allowed(where, expected, context["names"], fault["input"])
     if fault["type"] == "finite_number":
         return ConfigError("value out of range", where=where, expected="a finite number", found=repr(fault["input"]))
     expected = _TYPES.get(fault["type"].removesuffix("_type"), "a table of keys")
     return ConfigError("wrong type", where=where, expected=expected, found=_described(fault["input"]))
+
+
+def _not_allowed(where: str | None, expected: str, names: Sequence[str], found: object) -> ConfigError:
+    near = difflib.get_close_matches(str(found), names, n=1)
+    remedy = f"did you mean {near[0]}?" if near else None
+    return ConfigError("value not allowed", where=where, expected=expected, found=repr(found), remedy=remedy)
 
 
 def _described(value: object) -> str:

@@ -28,7 +28,7 @@ _EPISODE = [
     pa.field("turns", pa.int32(), nullable=False),
     pa.field("invalid_turns", pa.int32(), nullable=False),
     pa.field("sampled_tokens", pa.int32(), nullable=False),
-    pa.field("stop_reason", TEXT, nullable=False),  # done | max_turns | context | length | env_error | timeout
+    pa.field("stop_reason", TEXT, nullable=False),  # done | max_turns | context | env_error | timeout
     pa.field("error", TEXT),
     pa.field("final_observation", TEXT),  # what the environment said last; null when it could not start
     pa.field("weights_sha256", TEXT, nullable=False),
@@ -68,7 +68,7 @@ _SKILL = [
     pa.field("text", TEXT, nullable=False),
     pa.field("summary", TEXT),
     pa.field("skill", TEXT),  # null when it did not parse
-    pa.field("reason", TEXT),  # why there is no skill: no_evidence | no_json | empty | too_short | length
+    pa.field("reason", TEXT),  # why there is no skill: no_evidence | context | no_json | empty | too_short | length
     pa.field("stop_reason", TEXT),
     pa.field("seed", pa.int64(), nullable=False),
     pa.field("weights_sha256", TEXT, nullable=False),

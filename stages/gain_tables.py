@@ -172,7 +172,7 @@ def gain_rows(step: int, result: StepGains, settings: GainsSection) -> list[dict
     reward = skill_rewards(
         gains.gain_Q, shrunk.shrunk_gain_Q, shrunk.type_mean_Q, settings.skill_reward, settings.skill_reward_clip
     )
-    omega = trust(shrunk.shrunk_gain_Q, settings.trust_slope, settings.trust_max)
+    omega = trust(shrunk.shrunk_gain_Q, settings.trust_slope, settings.trust_max, settings.trust_intercept)
     columns = {
         "control_utility": gains.controls.mean_Q,
         "replay_utility": gains.replays.mean_Q,

@@ -78,14 +78,16 @@ class _Accumulated:
 
 
 def objective_of(section: ObjectiveSection) -> Objective:
-    """The objective that a configuration describes; ConfigError for an unknown weight or gate."""
+    """The objective that a configuration describes; ConfigError for a class that cannot be imported or used."""
     trusted = section.opsd_weight == "trust"
-    if ":" in section.opsd_weight:
-        weight, options = section.opsd_weight, {}
-    elif section.opsd_gate == "constant":
+    weight: str
+    options: dict[str, Any]
+    if section.opsd_gate == "constant":
         weight, options = "constant", {"trusted": trusted}
     elif section.opsd_gate == "sigmoid":
         weight, options = "gated", {"slope": section.beta_gate, "trusted": trusted}
+    elif trusted:
+        weight, options = "trusted", {"gate": section.opsd_gate}
     else:
         weight, options = section.opsd_gate, {}
     return Objective.from_config(
@@ -95,6 +97,8 @@ def objective_of(section: ObjectiveSection) -> Objective:
         kl_coefficient=section.kl_coef,
         clip=section.eps_clip,
         loss_agg=section.loss_agg,
+        advantage=section.advantage,
+        advantage_options=section.advantage_options,
         distillation_weight=weight,
         distillation_options=options,
     )

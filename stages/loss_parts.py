@@ -105,9 +105,9 @@ class LossPart(Protocol):
         ...
 
 
-ADVANTAGE_PARTS: Registry[AdvantagePart] = Registry("advantage")
-DISTILLATION_WEIGHTS: Registry[DistillationWeight] = Registry("distillation weight")
-LOSS_PARTS: Registry[LossPart] = Registry("loss part")
+ADVANTAGE_PARTS: Registry[AdvantagePart] = Registry("advantage", ("needs_teacher", "token_advantages"))
+DISTILLATION_WEIGHTS: Registry[DistillationWeight] = Registry("distillation weight", ("strength",))
+LOSS_PARTS: Registry[LossPart] = Registry("loss part", ("name", "coefficient", "compute"))
 
 
 @ADVANTAGE_PARTS.register("grpo")
@@ -145,6 +145,22 @@ class ConstantWeight:
     def strength(self, inputs: LossInputs, gap: Tensor) -> Tensor:
         weight = torch.full_like(gap, self.value)
         return weight * _row_trust(inputs, weight) if self.trusted else weight
+
+
+@DISTILLATION_WEIGHTS.register("trusted")
+@dataclass(frozen=True, slots=True)
+class TrustedWeight:
+    """omega_q times the weight named `gate`, which so needs to know nothing of trust."""
+
+    gate: str
+    inner: DistillationWeight = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", DISTILLATION_WEIGHTS.build(self.gate, {}))
+
+    def strength(self, inputs: LossInputs, gap: Tensor) -> Tensor:
+        weight = self.inner.strength(inputs, gap)
+        return weight * _row_trust(inputs, weight)
 
 
 def _row_trust(inputs: LossInputs, like: Tensor) -> Tensor:

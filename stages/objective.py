@@ -84,6 +84,11 @@ class Objective:
         return any(part.needs_teacher for part in self.parts)
 
     @property
+    def advantage_needs_teacher(self) -> bool:
+        """Whether the policy gradient itself reads teacher log-probabilities, whatever the trust."""
+        return any(part.needs_teacher for part in self.parts if isinstance(part, PolicyPart))
+
+    @property
     def needs_reference(self) -> bool:
         """Whether log-probabilities of the initial policy have to be computed."""
         return any(part.needs_reference for part in self.parts)

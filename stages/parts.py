@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from schemas.errors import ConfigError
@@ -19,10 +19,10 @@ Class = TypeVar("Class", bound=type)
 
 
 class Registry(Generic[Part]):
-    """Classes of one kind of part by name; `kind` is the noun in error messages."""
+    """Classes of one kind of part by name; `kind` is the noun in error messages, `members` what every part must have."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, members: Sequence[str] = ()) -> None:
+        self.kind, self.members = kind, tuple(members)
         self._classes: dict[str, type] = {}
 
     def register(self, name: str) -> Callable[[Class], Class]:
@@ -41,7 +41,10 @@ class Registry(Generic[Part]):
         return tuple(sorted(self._classes))
 
     def build(self, name: str, options: Mapping[str, Any]) -> Part:
-        """An instance of the class registered or importable as `name`, made with `options`; ConfigError if that fails."""
+        """An instance of the class registered or importable as `name`, made with `options`.
+
+        Raises ConfigError if that fails or if the instance lacks one of the members that parts of this kind have.
+        """
         part = self._imported(name) if ":" in name else self._registered(name)
         known = list(inspect.signature(part).parameters)
         unknown = [option for option in options if option not in known]
@@ -52,9 +55,16 @@ class Registry(Generic[Part]):
                 remedy=_nearest(unknown[0], known),
             )
         try:
-            return part(**options)
+            made = part(**options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the {self.kind} {name!r} refuses its options", found=error) from error
+        if missing := [member for member in self.members if not hasattr(made, member)]:
+            raise ConfigError(
+                f"{name!r} is no {self.kind}",
+                expected="a class with " + " and ".join(self.members),
+                found=f"one without {missing[0]}",
+            )
+        return made
 
     def _registered(self, name: str) -> type:
         if name not in self._classes:

@@ -83,16 +83,21 @@ def build_training_rows(
     *,
     with_teacher: bool,
     with_skills: bool,
+    distrusted_teach: bool = False,
 ) -> TrainingRows:
     """The rows of a step: rollout rows in the order of `records`, then skill rows in the order of `skills`.
 
-    `skills` and `gains` are rows of those tables, empty where the objective needs none. Raises NumericsError when no
+    `skills` and `gains` are rows of those tables, empty where the objective needs none. `distrusted_teach`: the teacher's
+    log-probabilities enter by another way than the trusted distillation, so tasks of trust 0 have one too. Raises NumericsError when no
     episode is left to train on, ArtifactError when recorded prompts cannot be rebuilt.
     """
     credits, counts = _credit(records, objective)
     gain_of = {row["task_id"]: row for row in gains}
     task_ids = sorted({credit.record.job.task.task_id for credit in credits})
-    teachers, teacher_counts = _teachers(task_ids, skills, gain_of, objective) if with_teacher else ({}, {})
+    teachers, teacher_counts = ({}, {})
+    if with_teacher:
+        spared = objective.opsd_weight == "trust" and not distrusted_teach
+        teachers, teacher_counts = _teachers(task_ids, skills, gain_of, spared)
     made = _Rows()
     for credit in credits:
         _add_episode(made, credit, teachers.get(credit.record.job.task.task_id), gain_of, renderer)
@@ -141,6 +146,7 @@ def _credit(records: Sequence[EpisodeRecord], objective: ObjectiveSection) -> tu
         reward,
         [groups[record.job.task.task_id] for record in kept],
         norm=objective.advantage_norm,
+        eps=objective.advantage_eps,
         group_stats=objective.group_stats,
         turns=[max(1, len(record.turns)) for record in kept],
     )
@@ -158,9 +164,9 @@ def _teachers(
     task_ids: Iterable[str],
     skills: Sequence[Mapping[str, Any]],
     gain_of: Mapping[str, Mapping[str, Any]],
-    objective: ObjectiveSection,
+    spared: bool,
 ) -> tuple[dict[str, _Skill], dict[str, float]]:
-    """The tasks that have a teacher. With weight `trust`, a task of trust 0 has none: its pass would be multiplied by 0."""
+    """The tasks that have a teacher; `spared`: a task of trust 0 has none, as its pass would be multiplied by 0."""
     skill_of = {row["task_id"]: row for row in skills if row["skill"] is not None}
     teachers: dict[str, _Skill] = {}
     without, distrusted = 0, 0
@@ -169,7 +175,7 @@ def _teachers(
         trust = _trust(gain_of, task_id)
         if row is None:
             without += 1
-        elif trust == 0.0 and objective.opsd_weight == "trust":
+        elif trust == 0.0 and spared:
             distrusted += 1
         else:
             teachers[task_id] = _Skill(row["skill_id"], row["skill"], trust)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from schemas import __version__
-from schemas.config import Config
+from schemas.config import ENGINES, ENVIRONMENTS, Config
 from schemas.config_loading import (
     all_keys,
     code_version,
@@ -118,7 +118,59 @@ def test_wrong_types_and_impossible_numbers_name_key_bound_value_and_source(
     assert "\n" not in str(error) and error.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("setting", "near"),
+    [
+        ("objective.opsd_weight=trsut", "trust"),
+        ("objective.opsd_weight=mine:Weight", None),
+        ("objective.opsd_gate=sigmoit", "sigmoid"),
+        ("objective.opsd_gate=gated", None),
+        ("objective.opsd_gate=my pkg:Class", None),
+        ("objective.opsd_gate=pkg.mod:", None),
+        ("objective.advantage=gpro", "grpo"),
+        ("env.name=houshold", "household"),
+        ("engine.name=vlm", "vllm"),
+        ("optimizer.schedule=cosin", "cosine"),
+    ],
+)
+def test_a_misspelt_name_is_refused_with_the_nearest_one(setting: str, near: str | None) -> None:
+    with pytest.raises(ConfigError, match="value not allowed") as caught:
+        load_config(None, None, [setting])
+    assert caught.value.exit_code == 2 and caught.value.remedy == (near and f"did you mean {near}?")
+    assert f"--set {setting}" in str(caught.value.where)
+
+
+def test_the_names_of_environments_and_engines_are_those_of_the_package() -> None:
+    from data.environments import BUILTIN as worlds
+    from stages.engines import BUILTIN as engines
+
+    assert (tuple(sorted(worlds)), tuple(sorted(engines))) == (ENVIRONMENTS, ENGINES)
+
+
+def test_a_fault_names_the_source_that_wrote_the_key_itself() -> None:
+    with pytest.raises(ConfigError, match="rollout, from --set rollout=3"):
+        load_config("household-tiny", None, ["rollout=3"])
+
+
+def test_parts_of_the_objective_may_be_import_strings() -> None:
+    sets = ["objective.opsd_gate=a.b:C", "objective.advantage=mine:Credit", "objective.advantage_options.mix=0.5"]
+    objective = load_config(None, None, sets).objective
+    assert (objective.opsd_gate, objective.advantage) == ("a.b:C", "mine:Credit")
+    assert objective.advantage_options == {"mix": 0.5}
+
+
+def test_every_key_is_described_and_what_the_method_needs_says_where_its_default_comes_from() -> None:
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        for key, inner in getattr(section, "model_fields", {}).items():
+            assert inner.description and inner.description.strip("[]PSO 0-9%"), f"{name}.{key}"
+            if name in ("gains", "objective", "optimizer", "sft", "replay") and key != "advantage_options":
+                assert any(mark in inner.description for mark in ("[P]", "[S]", "[O]")), f"{name}.{key}"
+
+
 def test_arithmetic_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match="beta_gate is the slope of the sigmoid gate"):
+        load_config(None, None, ["objective.opsd_gate=constant", "objective.beta_gate=3"])
     with pytest.raises(ConfigError, match="max_episode_tokens must exceed"):
         load_config(None, None, ["prompt.mode=append_only", "prompt.max_episode_tokens=512"])
     with pytest.raises(ConfigError, match="warmup_steps must be below"):

@@ -96,6 +96,17 @@ def test_skills_without_effect_leave_trust_near_one_over_many_steps() -> None:
     assert abs(np.mean(found[10:]) - 1.0) < 0.1
 
 
+def test_the_intercept_of_trust_is_a_setting() -> None:
+    result = step_of(0.5, 0.5)
+    plain, lower = (
+        np.array([row["trust"] for row in gain_rows(1, result, GainsSection(trust_intercept=value))])
+        for value in (1.0, 0.75)
+    )
+    inside = (lower > 0) & (plain < 2)
+    assert inside.any()
+    np.testing.assert_allclose(plain[inside] - lower[inside], 0.25)
+
+
 def test_gain_of_a_task_is_the_hand_worked_difference_of_mean_utilities() -> None:
     controls = [episode("a", index, index in (4, 5), turns=10 if index == 4 else 20) for index in range(GROUP)]
     replays = [episode("a", index, index < 3, turns=5) for index in range(REPLAYS)]

@@ -11,11 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from schemas.config import ADVANTAGES, ObjectiveSection
 from schemas.errors import ConfigError, NumericsError
-from stages.loss_parts import ROLLOUT_ROW, SKILL_ROW, LossInputs
+from stages.learner import objective_of
+from stages.loss_parts import ADVANTAGE_PARTS, ROLLOUT_ROW, SKILL_ROW, LossInputs
 from stages.losses import Denominators, LossTerm, merge_metrics
 from stages.objective import Objective, check_realised, summarise
 from stages.parts import Registry
+from stages.token_credit import RLSDAdvantage
 
 ROWS, PLACES = 8, 6
 NO_KL = {"kl_coefficient": 0.0}
@@ -308,6 +311,44 @@ def test_parts_of_a_user_are_named_by_import_string():
     expected = theirs[1] * 0.25 + 2.0 / 19 * batch().rollout_mask
     torch.testing.assert_close(mine[1], expected)
     check_realised(mine[2], objective.enabled)
+
+
+@dataclass(frozen=True)
+class QuarterGate:
+    """A user's own gate; it knows nothing of trust."""
+
+    def strength(self, inputs: LossInputs, gap: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gap, 0.25)
+
+
+def test_the_configuration_names_every_advantage_and_its_options_reach_the_class():
+    assert ADVANTAGE_PARTS.names() == ADVANTAGES
+    section = ObjectiveSection(advantage="rlsd", advantage_options={"mix": 0.25}, opsd_coef=0.0, skill_coef=0.0)
+    objective = objective_of(section)
+    assert objective.parts[0].advantage == RLSDAdvantage(mix=0.25)
+    assert objective.needs_teacher and objective.advantage_needs_teacher
+    assert not objective_of(ObjectiveSection()).advantage_needs_teacher
+    with pytest.raises(ConfigError, match="unknown option 'mux'.*did you mean 'mix'"):
+        objective_of(ObjectiveSection(advantage="rlsd", advantage_options={"mux": 0.25}))
+
+
+def test_a_gate_of_a_user_is_multiplied_by_trust_unless_the_weight_is_one():
+    gate = f"{__name__}:QuarterGate"
+    only = {"grpo_coef": 0.0, "skill_coef": 0.0, "kl_coef": 0.0, "opsd_coef": 1.0}
+    inputs = replace(batch(), trust=torch.full((len(batch().kind),), 2.0, dtype=torch.float64))
+
+    def loss(**changes):
+        return loss_and_gradient(objective_of(ObjectiveSection(**only, **changes)), inputs)[0]
+
+    constant = loss(opsd_gate="constant", opsd_weight="one")
+    torch.testing.assert_close(loss(opsd_gate=gate, opsd_weight="one"), constant / 2)
+    torch.testing.assert_close(loss(opsd_gate=gate, opsd_weight="trust"), constant)
+
+
+@pytest.mark.parametrize("key", ["opsd_gate", "advantage"])
+def test_a_class_that_is_no_such_part_is_refused_when_the_objective_is_built(key):
+    with pytest.raises(ConfigError, match="LengthPart' is no "):
+        objective_of(ObjectiveSection(**{key: f"{__name__}:LengthPart"}))
 
 
 def test_unknown_names_and_options_are_refused_with_the_nearest_one():

@@ -75,10 +75,23 @@ def group(renderer: Renderer, name: str, turns: int = 3) -> list[EpisodeRecord]:
 
 
 def build(
-    records: list[EpisodeRecord], skills: list, gains: list, renderer: Renderer, **objective: Any
+    records: list[EpisodeRecord],
+    skills: list,
+    gains: list,
+    renderer: Renderer,
+    distrusted_teach: bool = False,
+    **objective: Any,
 ) -> TrainingRows:
-    section = ObjectiveSection(**objective)
-    return build_training_rows(records, skills, gains, renderer, section, with_teacher=True, with_skills=True)
+    return build_training_rows(
+        records,
+        skills,
+        gains,
+        renderer,
+        ObjectiveSection(**objective),
+        with_teacher=True,
+        with_skills=True,
+        distrusted_teach=distrusted_teach,
+    )
 
 
 def test_append_only_makes_one_row_of_an_episode_window_one_of_each_turn(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -126,6 +139,7 @@ def test_tasks_without_a_skill_or_trust_have_no_teacher_and_are_counted(tokenize
     assert [made.counts[f"opsd/{name}"] for name in ("tasks", "tasks_no_skill", "tasks_trust_0")] == [1, 1, 1]
     trusting = build(records, skills, gains, renderer, opsd_weight="one")
     assert trusting.counts["opsd/tasks"] == 2
+    assert build(records, skills, gains, renderer, distrusted_teach=True).counts["opsd/tasks"] == 2
     assert made.counts["trust_mean"] == pytest.approx(2.5 / 3) and made.counts["trust_zero_share"] == pytest.approx(
         1 / 3
     )
@@ -151,6 +165,10 @@ def test_advantages_are_those_of_the_rewards_and_every_turn_has_its_episodes(
     expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     assert np.allclose([row.advantage for row in made.rows], np.repeat(expected, 3))
     assert np.allclose([facts.reward for facts in made.facts], np.repeat(rewards, 3))
+    softer = build(group(renderer, "a"), [], [], renderer, advantage_eps=1.0)
+    assert np.allclose(
+        [row.advantage for row in softer.rows], np.repeat(rewards - rewards.mean(), 3) / (rewards.std(ddof=1) + 1)
+    )
 
 
 def test_episodes_without_an_outcome_do_not_count_and_lonely_ones_neither(tokenizer: PreTrainedTokenizerFast) -> None:
