@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import MistralConfig, MistralForCausalLM
 
-from schemas.errors import EngineError
+from schemas.errors import ConfigError, EngineError
 from stages.engines import GenerationRequest, build_engine
 from stages.engines.sampling import choose, reply_uniforms
 from stages.engines.transformers_engine import TransformersEngine
@@ -278,6 +278,12 @@ def test_engines_are_built_by_name(tiny_model_dir):
         "transformers", tiny_model_dir, dtype="float32", threads=1, batch_sequences=4, options={"cache_gib": 0.5}
     )
     assert built.decoder_name == "slots" and len(built.generate(requests_of(prompts_of(6)))) == 6
+
+
+@pytest.mark.parametrize("options", [{"cache_gb": 1}, {"dtype": "bfloat16"}])
+def test_options_that_an_engine_does_not_take_are_a_configuration_error(tiny_model_dir, options):
+    with pytest.raises(ConfigError, match=f"engine.options.*{next(iter(options))}"):
+        build_engine("transformers", tiny_model_dir, dtype="float32", threads=1, batch_sequences=4, options=options)
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(1, 30), st.integers(1, 30))

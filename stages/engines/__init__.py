@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,4 +83,14 @@ def build_engine(
             found=f"{name} ({error})",
             remedy="install its package, or pick engine.name=transformers",
         ) from error
-    return factory(model_dir, dtype=dtype, threads=threads, batch_sequences=batch_sequences, **dict(options))
+    given = {"dtype": dtype, "threads": threads, "batch_sequences": batch_sequences}
+    try:
+        inspect.signature(factory).bind(model_dir, **given, **options)
+    except TypeError as error:  # an unknown option, one that is given already, or one that is missing
+        raise ConfigError(
+            "the generation engine refuses its options",
+            where="engine.options",
+            expected=f"options of {name}",
+            found=str(error),
+        ) from error
+    return factory(model_dir, **given, **options)
