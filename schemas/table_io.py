@@ -250,6 +250,14 @@ def stage_status(run: RunDirectory, tables: Sequence[str], step: int, inputs: Ma
     return result
 
 
+def step_manifest(run: RunDirectory, table: str, step: int) -> Manifest:
+    """The manifest of a table that another stage reads, presence and sizes checked.
+
+    Raises ArtifactError that names the command which makes the table when it is missing or damaged.
+    """
+    return read_manifest(run.step_dir(table, step), verify=False, remedy=rebuild_command(run, table, step))
+
+
 def clear_step(run: RunDirectory, tables: Sequence[str], step: int) -> None:
     """Remove a step of some tables, the completing manifest first: a kill in between leaves an unfinished step."""
     for name in reversed(tables):

@@ -228,10 +228,13 @@ def load_model(model_dir: Path, dtype: str = "float32") -> PreTrainedModel:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        lines = str(error).strip().splitlines()
+    except Exception as error:  # configuration, weights and model classes each raise kinds of their own
         raise ArtifactError(
-            "cannot load the model", where=str(model_dir), found=lines[0] if lines else type(error).__name__
+            "cannot load the model",
+            where=str(model_dir),
+            expected="config.json and safetensors of a causal language model",
+            found=_first_line(error),
+            remedy="copy the model again, or choose another model.path",
         ) from error
     missing = sorted(str(key) for key in report["missing_keys"])
     mismatched = sorted(str(entry[0]) for entry in report.get("mismatched_keys", ()))
@@ -253,10 +256,13 @@ def load_tokenizer(model_dir: Path) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             model_dir, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        lines = str(error).strip().splitlines()
+    except Exception as error:  # the tokenizers library raises bare exceptions for a file it cannot read
         raise ConfigError(
-            "cannot load the model's tokenizer", where=str(model_dir), found=lines[0] if lines else type(error).__name__
+            "cannot load the model's tokenizer",
+            where=str(model_dir),
+            expected="tokenizer files that transformers reads",
+            found=_first_line(error),
+            remedy="copy the model again, or choose another model.path",
         ) from error
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -268,13 +274,22 @@ def load_tokenizer(model_dir: Path) -> Any:
     return tokenizer
 
 
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}"[:300] if lines else type(error).__name__
+
+
 def import_model(source: Path, target: Path, dtype: str = "float32") -> str:
     """Write the model of `source` to `target/` in our layout, checked; returns its weights hash.
 
     One safetensors file, tokenizer files copied byte by byte. Raises ConfigError or ArtifactError for a model that
-    cannot be used: no chat template, a vocabulary larger than the embedding, weights that are missing.
+    cannot be used: no chat template or one that fails, a vocabulary larger than the embedding, weights that are missing.
     """
+    from stages.rendering import end_of_turn_ids, generation_eos_ids
+
     tokenizer = load_tokenizer(source)
+    end_of_turn_ids(tokenizer)  # the template renders; a copy that cannot be used must not become checkpoint 0
+    generation_eos_ids(source)
     model = load_model(source, dtype)
     embedded = int(model.get_input_embeddings().weight.shape[0])
     largest = max(tokenizer.get_vocab().values(), default=-1)
@@ -339,12 +354,23 @@ def write_weights(source: Path, target: Path, tensors: dict[str, torch.Tensor]) 
 
 
 def publish_initial_checkpoint(run: RunDirectory) -> Manifest:
-    """`checkpoints/step=00000` from `model.path`, unless `sft-skills` or an earlier start has made it; its manifest."""
-    from schemas.artifacts import publish_directory, read_manifest, sha256_json
+    """`checkpoints/step=00000` from `model.path`, unless `sft-skills` or an earlier start has made it; its manifest.
+
+    Making it takes the run's lock, whoever asks: LockError when another process has it. Reading it does not.
+    """
+    from schemas.artifacts import read_manifest
 
     target = run.checkpoint_dir(0)
-    if (target / "manifest.json").is_file():
-        return read_manifest(target, verify=False)
+    if not (target / "manifest.json").is_file():
+        with run.lock():
+            if not (target / "manifest.json").is_file():
+                return _publish_initial(run, target)
+    return read_manifest(target, verify=False)
+
+
+def _publish_initial(run: RunDirectory, target: Path) -> Manifest:
+    from schemas.artifacts import publish_directory, sha256_json
+
     model = run.config.model
     source = resolve_model(model.path, model.revision)
     extra: dict[str, Any] = {}
@@ -354,6 +380,16 @@ def publish_initial_checkpoint(run: RunDirectory) -> Manifest:
 
     inputs = {"model": sha256_json(model.model_dump(mode="json")), "source_weights": weights_sha256(source)}
     return publish_directory(target, kind=KIND, inputs=inputs, write=write, extra=extra)
+
+
+def verify_checkpoint(run: RunDirectory, step: int) -> Manifest:
+    """Compare every byte of checkpoint `step` with its manifest; ArtifactError that says how to get it back."""
+    from schemas.artifacts import read_manifest
+
+    remedy = f"make it again with: rsipo train-step --run {run.root} --step {step} --force"
+    if step == 0:
+        remedy = "make it again with rsipo sft-skills --force; where it is model.path as it was, remove it and go on"
+    return read_manifest(run.checkpoint_dir(step), remedy=remedy)
 
 
 def checkpoints_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:

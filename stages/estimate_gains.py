@@ -13,12 +13,12 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from schemas.artifacts import read_manifest, sha256_json
+from schemas.artifacts import sha256_json
 from schemas.config import GainsSection
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import ArtifactError
 from schemas.run_directory import RunDirectory
-from schemas.table_io import finish_step, read_table, write_part
+from schemas.table_io import finish_step, read_table, step_manifest, write_part
 from stages.gain_tables import EPISODE_COLUMNS, SKILL_COLUMNS, estimate, gain_rows, statistics_rows
 from stages.reports import value_counts
 from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
@@ -36,10 +36,10 @@ def stage_inputs(run: RunDirectory, step: int, bench: Workbench | None = None) -
     earlier = last_statistics_step(run, step)
     statistics = NO_HASH
     if earlier is not None:
-        statistics = read_manifest(run.step_dir("type_stats", earlier), verify=False).sha256
+        statistics = step_manifest(run, "type_stats", earlier).sha256
     return {
-        "rollouts": read_manifest(run.step_dir("rollouts", step), verify=False).sha256,
-        "replays": read_manifest(run.step_dir("replays", step), verify=False).sha256,
+        "rollouts": step_manifest(run, "rollouts", step).sha256,
+        "replays": step_manifest(run, "replays", step).sha256,
         "type_stats": statistics,
         "config": config_part_sha256(run.config, "gains", "env.max_turns", "rollout.group_size"),
         "code": code_version(),

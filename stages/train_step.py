@@ -25,8 +25,8 @@ from schemas.artifacts import Manifest, publish_directory, read_manifest, sha256
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import ArtifactError, EngineError, NumericsError
 from schemas.run_directory import RunDirectory, free_space_check
-from schemas.table_io import clear_step, finish_step, read_table, rebuild_command, write_part
-from stages.checkpoints import KIND, apply_retention, weight_files
+from schemas.table_io import clear_step, finish_step, read_table, rebuild_command, step_manifest, write_part
+from stages.checkpoints import KIND, apply_retention, verify_checkpoint, weight_files
 from stages.schedules import learning_rate
 from stages.seeds import derive_seed
 from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
@@ -61,14 +61,14 @@ def stage_inputs(run: RunDirectory, step: int, bench: Workbench) -> dict[str, st
     inputs = {
         "weights": bench.weights_sha256(step - 1),
         "checkpoint": _checkpoint_sha256(run, step - 1),
-        "rollouts": read_manifest(run.step_dir("rollouts", step), verify=False).sha256,
+        "rollouts": step_manifest(run, "rollouts", step).sha256,
         # Under a schedule that falls, the rate of a step depends on how many steps there will be.
         "config": config_part_sha256(run.config, *_CONFIG, *(["run.steps"] if _falls(run) else [])),
         "code": code_version(),
     }
     if _uses_skills(run):
         for table in SKILL_TABLES[1:]:
-            inputs[table] = read_manifest(run.step_dir(table, step), verify=False).sha256
+            inputs[table] = step_manifest(run, table, step).sha256
     return inputs
 
 
@@ -87,7 +87,7 @@ def _checkpoint_sha256(run: RunDirectory, step: int) -> str:
     """Manifest hash of a checkpoint (weights and optimiser state); of one that retention removed, from the record."""
     if step == 0 or (run.checkpoint_dir(step) / "manifest.json").is_file():
         return read_manifest(run.checkpoint_dir(step), verify=False).sha256
-    return str(read_manifest(run.step_dir(TABLES[-1], step), verify=False).extra["checkpoint_sha256"])
+    return str(step_manifest(run, TABLES[-1], step).extra["checkpoint_sha256"])
 
 
 def run(
@@ -108,7 +108,7 @@ def run(
     with run.lock(), bench_of(run, bench, reporter) as workbench:
         inputs = stage_inputs(run, step, workbench)
         owed = open_stage(run, STAGE, step, TABLES, inputs, force)
-        if not owed and _checkpoint_is_due(run, step):
+        if not owed and _checkpoint_is_due(run, step, force):
             clear_step(run, TABLES, step)
             owed = True
         if not owed:
@@ -120,9 +120,18 @@ def run(
         return StageResult(STAGE, step, "done", summarise(run, step))
 
 
-def _checkpoint_is_due(run: RunDirectory, step: int) -> bool:
-    """Whether a finished step has lost its checkpoint. Retention never removes the newest one."""
-    return max(run.finished_steps("checkpoints"), default=0) < step
+def _checkpoint_is_due(run: RunDirectory, step: int, force: bool) -> bool:
+    """Whether a finished step has lost its checkpoint, or with `force` whether the one it has is damaged.
+
+    Retention never removes the newest one.
+    """
+    present = run.finished_steps("checkpoints")
+    if force and step in present:
+        try:
+            verify_checkpoint(run, step)
+        except ArtifactError:
+            return True
+    return max(present, default=0) < step
 
 
 def _train(
@@ -170,7 +179,7 @@ def _train(
         checkpoint = trainer.publish(inputs)
         facts = {"weights_sha256": checkpoint.extra["weights_sha256"], "checkpoint_sha256": checkpoint.sha256}
         finish_step(run, TABLES, step, kind=STAGE, inputs=inputs, extra=facts)
-        read_manifest(run.checkpoint_dir(step))
+        verify_checkpoint(run, step)
         apply_retention(run)
 
 
@@ -206,6 +215,7 @@ def read_training_rows(run: RunDirectory, step: int, bench: Workbench) -> Traini
         run.config.objective,
         with_teacher=objective.needs_teacher,
         with_skills=objective.needs_skill_rows,
+        distrusted_teach=objective.advantage_needs_teacher,
     )
 
 
@@ -298,7 +308,7 @@ class _Trainer:
         held = self._bench.learner
         if held is None or held.checkpoint_sha256 != wanted:
             self.drop()
-            read_manifest(self._run.checkpoint_dir(self._step - 1))
+            verify_checkpoint(self._run, self._step - 1)
             held = Learner(self._model_dir, self._optimizer_dir, self._run.config, self._reference_dir)
             self._bench.learner = held
         held.checkpoint_sha256 = None

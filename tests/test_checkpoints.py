@@ -116,6 +116,37 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path: Path) -> No
         import_model(source, tmp_path / "model")
 
 
+@pytest.mark.parametrize("content", ['{"a":', "{}", '{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_cannot_be_read_is_one_sentence(policy: Path, content: str) -> None:
+    (policy / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match="cannot load the model's tokenizer") as caught:
+        load_tokenizer(policy)
+    assert "\n" not in str(caught.value) and str(policy) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("chat_template.jinja", "{% for m in messages %}{{ m.content }}"), ("generation_config.json", "{")],
+)
+def test_a_model_that_could_not_be_prompted_makes_no_checkpoint(
+    policy: Path, tmp_path: Path, file: str, content: str
+) -> None:
+    (policy / file).write_text(content)
+    run = RunDirectory.create(tmp_path / "run", small_config(policy))
+    with pytest.raises(ConfigError, match="template fails|model's settings"):
+        publish_initial_checkpoint(run)
+    assert not run.checkpoint_dir(0).exists()
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"model_type": "nosuch"}, {"hidden_act": "nosuch"}])
+def test_a_model_configuration_that_cannot_be_used_is_one_sentence(policy: Path, change: dict) -> None:
+    config = json.loads((policy / "config.json").read_text())
+    (policy / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ArtifactError, match="cannot load the model") as caught:
+        load_model(policy)
+    assert "\n" not in str(caught.value) and str(policy) in str(caught.value)
+
+
 def test_missing_weights_are_an_error_and_not_newly_initialised(policy: Path) -> None:
     tensors = load_file(policy / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
