@@ -196,7 +196,7 @@ def print_plan(config: Config, plan: Mapping[str, Any], *, as_json: bool, stream
 
 def _plan_text(key: str, value: object) -> str:
     if value is None:
-        return "unknown until the model is here"
+        return "unknown until the model is here" if "bytes" in key else "unknown until the panel is read"
     if isinstance(value, int):
         return f"{value:,} ({value / 1e6:,.1f} MB)" if "bytes" in key else f"{value:,}"
     return visible(str(value))

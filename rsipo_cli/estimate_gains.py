@@ -11,6 +11,7 @@ from rsipo_cli import options
 from rsipo_cli.execution import Invocation, execute
 
 if TYPE_CHECKING:
+    from schemas.config import Config
     from schemas.run_directory import RunDirectory
     from stages.stage import Reporter, StageResult
 
@@ -68,11 +69,12 @@ def _audit(
     from stages import estimate_gains
     from stages.stage import StageResult
 
+    run = RunDirectory.open(root)
     resolved = options.resolve_config(root, preset, config, settings)
+    _expect_only_gains(run.config, resolved)
     if dry_run:
         print_plan(resolved, make_plan(resolved, out), as_json=as_json)
         return
-    run = RunDirectory.open(root)
     steps = [step for step in run.finished_steps("replays") if last is None or step <= last]
     reporter = make_reporter(quiet=quiet)
     try:
@@ -81,3 +83,18 @@ def _audit(
         reporter.done()
     rows = [{"step": step, **estimate_gains.summarise(target, step)} for step in steps]
     print_result(StageResult(estimate_gains.STAGE, steps[-1], "done", {"estimates": rows}), as_json=as_json)
+
+
+def _expect_only_gains(stored: Config, given: Config) -> None:
+    """Refuse settings that estimates of a record cannot follow: it was played with the run's own."""
+    from schemas.config_loading import differing_keys
+    from schemas.errors import ConfigError
+
+    if others := [entry for entry in differing_keys(stored, given) if not entry.startswith("gains.")]:
+        raise ConfigError(
+            "estimates with --out take other values of gains.* only",
+            where="--set, --config or --preset",
+            expected="the run's own values elsewhere (stored, given)",
+            found=", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else ""),
+            remedy="leave them out",
+        )

@@ -11,6 +11,7 @@ from rsipo_cli import options
 from rsipo_cli.execution import Invocation, execute
 
 if TYPE_CHECKING:
+    from schemas.config import Config
     from schemas.run_directory import RunDirectory
     from stages.stage import Reporter, StageResult
 
@@ -68,11 +69,13 @@ def evaluate(
         "out": out,
         "force": force,
     }
-    if run is not None and out is None:
-        invocation = Invocation(run, preset, config, settings, False, dry_run, as_json, quiet)
-        execute(invocation, lambda directory, reporter: _stage(directory, step, reporter, chosen))
+    if dry_run:
+        _show_plan(run, step, chosen, options.resolve_config(run, preset, config, settings), as_json)
+    elif run is not None and out is None:
+        invocation = Invocation(run, preset, config, settings, False, False, as_json, quiet)
+        execute(invocation, lambda directory, reporter: _stage(directory, step, reporter, chosen), check=_check)
     else:
-        _without_lock(run, step, chosen, preset, config, settings, dry_run, as_json, quiet)
+        _without_lock(run, step, chosen, options.resolve_config(run, preset, config, settings), as_json, quiet)
 
 
 def _check_combination(run: Path | None, model: str | None, out: Path | None) -> None:
@@ -97,22 +100,14 @@ def _without_lock(
     run: Path | None,
     step: int | None,
     chosen: dict[str, Any],
-    preset: str | None,
-    config: Path | None,
-    settings: list[str] | None,
-    dry_run: bool,
+    resolved: Config,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Evaluation that only reads the run, if any, and writes to `--out`: it may go on beside a writer of the run."""
-    from rsipo_cli.console import make_reporter, print_plan, print_result
-    from rsipo_cli.plan import make_plan
+    from rsipo_cli.console import make_reporter, print_result
     from schemas.run_directory import RunDirectory
 
-    resolved = options.resolve_config(run, preset, config, settings)
-    if dry_run:
-        print_plan(resolved, make_plan(resolved, chosen["out"]), as_json=as_json)
-        return
     directory = RunDirectory.open(run) if run is not None else None
     reporter = make_reporter(quiet=quiet)
     try:
@@ -120,3 +115,28 @@ def _without_lock(
     finally:
         reporter.done()
     print_result(result, as_json=as_json)
+    _check(result, resolved)
+
+
+def _check(result: StageResult, config: Config) -> None:
+    from stages import evaluate as stages_evaluate
+
+    stages_evaluate.check_errors(result, config)
+
+
+def _show_plan(run: Path | None, step: int | None, chosen: dict[str, Any], config: Config, as_json: bool) -> None:
+    """The configuration with the options in it, and what would be evaluated on what; writes nothing."""
+    from rsipo_cli.console import print_plan
+    from rsipo_cli.plan import make_evaluation_plan
+    from stages.evaluation_settings import EvaluationOptions
+
+    names = ("model", "panel", "attempts", "seed", "temperature", "batch")
+    given = EvaluationOptions(**{name: chosen[name] for name in names})
+    applied = given.of_the_run(config) if chosen["out"] is None else given.applied(config)
+    played = (
+        f"{'the latest checkpoint' if step is None else f'checkpoint {step}'} of {run}"
+        if chosen["model"] is None
+        else chosen["model"]
+    )
+    plan = make_evaluation_plan(applied, played, given.batch_of(config), chosen["out"] or run)
+    print_plan(applied, plan, as_json=as_json)

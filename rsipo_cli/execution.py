@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rsipo_cli.options import open_run, resolve_config
 
 if TYPE_CHECKING:
+    from schemas.config import Config
     from schemas.run_directory import RunDirectory
     from stages.stage import Reporter, StageResult
 
@@ -29,9 +30,16 @@ class Invocation:
 
 
 def execute(
-    invocation: Invocation, stage: Callable[[RunDirectory, Reporter], StageResult], *, saves: bool = False
+    invocation: Invocation,
+    stage: Callable[[RunDirectory, Reporter], StageResult],
+    *,
+    saves: bool = False,
+    check: Callable[[StageResult, Config], None] | None = None,
 ) -> None:
-    """Run one stage under the run's lock, or show its plan. `saves` stages need room for a checkpoint."""
+    """Run one stage under the run's lock, or show its plan. `saves` stages need room for a checkpoint.
+
+    `check` may raise what is to be said of a result after it was printed.
+    """
     from rsipo_cli.console import make_reporter, print_result
 
     if invocation.dry_run:
@@ -49,6 +57,8 @@ def execute(
     finally:
         reporter.done()
     print_result(result, as_json=invocation.as_json)
+    if check is not None:
+        check(result, run.config)
 
 
 def show_plan(invocation: Invocation) -> None:

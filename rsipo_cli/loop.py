@@ -20,7 +20,9 @@ def loop(
     steps: Annotated[
         int | None, typer.Option("--steps", min=1, metavar="N", help="Train up to step N; default: run.steps.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Rebuild steps that other code trained.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Rebuild steps that another version of the code or environment trained.")
+    ] = False,
     as_json: options.AsJson = False,
     dry_run: options.DryRun = False,
     preset: options.Preset = None,

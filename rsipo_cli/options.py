@@ -15,7 +15,15 @@ DEFAULT_PRESET = "household-tiny"
 
 Run = Annotated[Path, typer.Option("--run", metavar="DIR", help="The run directory.")]
 OptionalRun = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="The run directory.")]
-Step = Annotated[int | None, typer.Option("--step", min=1, metavar="N", help="The step; default: the one in progress.")]
+Step = Annotated[
+    int | None,
+    typer.Option(
+        "--step",
+        min=1,
+        metavar="N",
+        help="The step; default: the one in progress, which follows the last trained step. If it is done: up to date.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Rebuild the step if it is stale or damaged.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and plan; write nothing.")]

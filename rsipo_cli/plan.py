@@ -27,8 +27,8 @@ def make_plan(config: Config, root: Path | None = None) -> dict[str, Any]:
     Raises ConfigError for arithmetic that cannot work, such as a generated panel smaller than a step.
     """
     tasks = config.tasks.per_step
-    for key in ("train", "evaluate"):
-        _check_panel(key, getattr(config.tasks, key), tasks if key == "train" else 1)
+    _check_panel("train", config.tasks.train, tasks)
+    _check_panel("evaluate", config.tasks.evaluate, 1)
     student, teacher = tasks * config.rollout.group_size, tasks * config.replay.replays
     turns = (student + teacher) * config.env.max_turns
     checkpoint = checkpoint_bytes(config)
@@ -48,10 +48,31 @@ def make_plan(config: Config, root: Path | None = None) -> dict[str, Any]:
         "checkpoint_bytes": checkpoint,
         "most_bytes_of_the_run": None if checkpoint is None else tables * config.run.steps + checkpoint * kept,
     }
-    if root is not None:
-        plan["run_directory"] = str(Path(root).expanduser().resolve())
-        plan["free_bytes"] = shutil.disk_usage(_existing(Path(plan["run_directory"]))).free
-    return plan
+    return plan | _place(root)
+
+
+def make_evaluation_plan(config: Config, played: str, batch_episodes: int, root: Path | None) -> dict[str, Any]:
+    """What one evaluation amounts to, in the order shown; `played` names the weights. None: known when the panel is read."""
+    tasks = _check_panel("evaluate", config.tasks.evaluate, 1)
+    episodes = None if tasks is None else tasks * config.evaluate.attempts
+    return {
+        "evaluated": played,
+        "panel": config.tasks.evaluate,
+        "tasks": tasks,
+        "attempts": config.evaluate.attempts,
+        "seed": config.evaluate.seed,
+        "temperature": config.evaluate.temperature,
+        "episodes": episodes,
+        "batch_episodes": batch_episodes,
+        "most_turns": None if episodes is None else episodes * config.env.max_turns,
+    } | _place(root)
+
+
+def _place(root: Path | None) -> dict[str, Any]:
+    if root is None:
+        return {}
+    path = Path(root).expanduser().resolve()
+    return {"run_directory": str(path), "free_bytes": shutil.disk_usage(_existing(path)).free}
 
 
 def _evaluations(steps: int, every: int) -> int:
@@ -84,7 +105,8 @@ def checkpoint_bytes(config: Config) -> int | None:
     return weights * (3 if config.model.dtype == "float32" else 7)
 
 
-def _check_panel(key: str, source: str, least: int) -> None:
+def _check_panel(key: str, source: str, least: int) -> int | None:
+    """The number of tasks a source says it has; None where only reading it tells. ConfigError for fewer than `least`."""
     count = re.search(r"(?:^|[:,])count=(\d+)", source) if source.startswith("generated:") else None
     if count and int(count[1]) < least:
         raise ConfigError(
@@ -94,6 +116,7 @@ def _check_panel(key: str, source: str, least: int) -> None:
             found=count[1],
             remedy="raise count or lower tasks.per_step",
         )
+    return int(count[1]) if count else None
 
 
 def _existing(path: Path) -> Path:

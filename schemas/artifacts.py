@@ -351,8 +351,15 @@ def status(target: Path, inputs: Mapping[str, str]) -> Status:
         return Status("absent")
     old = read_manifest(target, verify=False).inputs
     changed = [
-        f"{name} (was {old.get(name, 'none')[:12]}, is {inputs.get(name, 'none')[:12]})"
+        f"{name} (was {_shown(old.get(name))}, is {_shown(inputs.get(name))})"
         for name in sorted({*old, *inputs})
         if old.get(name) != inputs.get(name)
     ]
     return Status("stale", changed) if changed else Status("complete")
+
+
+def _shown(value: str | None) -> str:
+    """An input in a message: hashes in short, names and versions whole."""
+    if value is None:
+        return "none"
+    return value[:12] if re.fullmatch(r"[0-9a-f]{64}", value) else value

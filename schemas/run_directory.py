@@ -164,6 +164,8 @@ def _stored_config(root: Path) -> Config:
     path = root / CONFIG_FILE
     if not path.is_file():
         what = "the directory is not a run directory" if root.is_dir() else "the run directory does not exist"
+        if root.exists() and not root.is_dir():
+            what = "the run directory is not a directory"
         raise ArtifactError(what, where=str(root), expected=CONFIG_FILE, remedy="start one with `rsipo loop --run DIR`")
     with file_errors(path):
         content = path.read_bytes()

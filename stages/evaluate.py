@@ -13,17 +13,18 @@ from typing import Any
 
 from schemas.config import Config
 from schemas.config_loading import code_version, config_part_sha256
-from schemas.errors import ConfigError
+from schemas.errors import ArtifactError, ConfigError, EnvironmentFault
 from schemas.run_directory import RunDirectory
-from schemas.table_io import read_table
+from schemas.table_io import clear_step, read_table, stage_status
 from stages.episode_progress import EpisodeProgress
+from stages.evaluation_settings import EvaluationOptions
 from stages.panels import EVALUATE, panel_record
 from stages.part_publishing import Rows, chunks, finish_parts, publish_parts
 from stages.reports import EvaluationReport, evaluation_report
 from stages.rollout import episode_id
 from stages.seeds import derive_seed
 from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
-from stages.workbench import Workbench, bench_of
+from stages.workbench import ENVIRONMENT, Workbench, bench_of
 
 STAGE = "evaluate"
 TABLES = ("eval_turns", "evals")
@@ -50,6 +51,7 @@ def stage_inputs(run: RunDirectory, step: int, bench: Workbench, weights_sha256:
     """Hashes of what the stage's output depends on; `weights_sha256` of a model that is no checkpoint of the run."""
     return {
         "weights": weights_sha256 or bench.weights_sha256(step),
+        ENVIRONMENT: bench.environment_version,
         "panel": bench.panel_sha256(EVALUATE),
         "config": config_part_sha256(run.config, *DECIDING),
         "code": code_version(),
@@ -77,52 +79,26 @@ def run(
     Without `out` the result belongs to the run, and panel and settings must be the run's. With `out` any `panel` and
     settings are fine: `out` becomes a run directory that holds nothing but evaluations, with `config` (default: the run's)
     and the options given; the checkpoint is read in place. `batch` changes no result. Episodes with an environment error
-    are rows like all others; the report counts them as not won and lists them. Raises ConfigError for options that need
+    are rows like all others; the report counts them as not won and lists them. More of them than `env.max_error_share` fail
+    nothing here (see `check_errors`), but with `force` such an evaluation is made again. Raises ConfigError for options that need
     `out`, ArtifactError for a missing checkpoint and for stale output without `force`.
     """
     if run is not None and model is None and step is None:
         step = max(run.finished_steps("checkpoints"), default=0)
-    changes = {"attempts": attempts, "seed": seed, "temperature": temperature}
+    chosen = EvaluationOptions(model, panel, attempts, seed, temperature, batch)
     if out is None:
         if run is None:
             raise ConfigError("nowhere to write", where="--out", expected="a directory", remedy="add --out DIR")
-        _expect_own_settings(run.config, model, panel, changes)
-        batch_episodes = batch or run.config.evaluate.batch_episodes
+        batch_episodes = chosen.batch_of(chosen.of_the_run(run.config))
         return _evaluate(run, step or 0, force, reporter, bench, batch_episodes, None)
     base = config or (run.config if run is not None else Config())
-    target = RunDirectory.create(out, _changed(base, model, panel, changes))
-    batch_episodes = batch or base.evaluate.batch_episodes
+    target = RunDirectory.create(out, chosen.applied(base))
+    batch_episodes = chosen.batch_of(base)
     if model is not None or run is None:
         return _evaluate(target, 0, force, reporter, None, batch_episodes, None)
     source = Workbench(run)
     weights = (source.model_dir(step or 0), source.weights_sha256(step or 0))
     return _evaluate(target, step or 0, force, reporter, None, batch_episodes, weights)
-
-
-def _expect_own_settings(config: Config, model: str | None, panel: str | None, changes: dict[str, Any]) -> None:
-    """Refuse options that would put another evaluation under the run's name."""
-    given = {"panel": (panel, config.tasks.evaluate), "model": (model, None)}
-    given |= {name: (value, getattr(config.evaluate, name)) for name, value in changes.items()}
-    for name, (value, own) in given.items():
-        if value is not None and value != own:
-            raise ConfigError(
-                "this evaluation is not the run's own",
-                where=f"--{name}",
-                expected=repr(own) if own is not None else "a checkpoint of the run",
-                found=repr(value),
-                remedy="write it elsewhere with --out DIR",
-            )
-
-
-def _changed(config: Config, model: str | None, panel: str | None, changes: dict[str, Any]) -> Config:
-    """`config` with the options that were given."""
-    given = {name: value for name, value in changes.items() if value is not None}
-    sections: dict[str, Any] = {"evaluate": config.evaluate.model_copy(update=given)}
-    if panel is not None:
-        sections["tasks"] = config.tasks.model_copy(update={"evaluate": panel})
-    if model is not None:
-        sections["model"] = config.model.model_copy(update={"path": model})
-    return config.model_copy(update=sections)
 
 
 def _evaluate(
@@ -138,6 +114,8 @@ def _evaluate(
     reporter = EpisodeProgress(reporter or SilentReporter())
     with run.lock(), bench_of(run, bench, reporter) as workbench:
         inputs = stage_inputs(run, step, workbench, weights and weights[1])
+        if force and _is_broken(run, step, inputs):
+            clear_step(run, TABLES, step)
         if not open_stage(run, STAGE, step, TABLES, inputs, force):
             return StageResult(STAGE, step, "up_to_date", summarise(run, step))
         model_dir = weights[0] if weights else workbench.model_dir(step)
@@ -196,6 +174,36 @@ def _play(
     turns = [row for record in records for row in record.turn_rows(step)]
     watch.add("sampled_tokens", sum(len(row["token_ids"]) for row in turns))
     return {"eval_turns": turns, "evals": [record.episode_row(step, weights_sha256) | facts for record in records]}
+
+
+def check_errors(result: StageResult, config: Config) -> None:
+    """Raise EnvironmentFault when more than `env.max_error_share` of an evaluation's episodes ended in an error.
+
+    The result stays: it is reported first, whatever it says.
+    """
+    errors, episodes = result.summary["env_errors"], result.summary["episodes"]
+    if errors > config.env.max_error_share * episodes:
+        first = str(result.summary["failed"][0]["error"])
+        raise EnvironmentFault(
+            "too many episodes of evaluate ended in an environment error, its figures mean little",
+            where="env.max_error_share",
+            expected=f"at most {config.env.max_error_share:.0%}",
+            found=f"{errors} of {episodes}, the first: {first[:200]!r}",
+            remedy="repair the environment and run the same command with --force",
+        )
+
+
+def _is_broken(run: RunDirectory, step: int, inputs: dict[str, str]) -> bool:
+    """Whether a complete evaluation has more environment errors than are allowed; a damaged one is another matter."""
+    try:
+        if stage_status(run, TABLES, step, inputs).state != "complete":
+            return False
+        check_errors(StageResult(STAGE, step, "done", summarise(run, step)), run.config)
+    except EnvironmentFault:
+        return True
+    except ArtifactError:
+        return False
+    return False
 
 
 def report(run: RunDirectory, step: int) -> EvaluationReport:

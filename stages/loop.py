@@ -3,7 +3,8 @@
 The loop holds no state of its own. It walks through the steps in order and lets every stage decide from the record whether
 work is owed; so it resumes at any point, after the first step as after the last, and a run that is complete is "up to
 date". A stage whose inputs changed is stale: the loop rebuilds it and everything after it. One exception: in steps that are
-already trained, a change of the code alone is noted and not acted upon, since an upgrade must not throw away a training.
+already trained, a change of the code or of the environment's version alone is noted and not acted upon, since an upgrade
+must not throw away a training.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from schemas.errors import ArtifactError, ConfigError, RsipoError
 from schemas.run_directory import RunDirectory
 from stages import estimate_gains, evaluate, replay, rollout
 from stages.stage import Reporter, SilentReporter, StageResult
-from stages.workbench import Workbench, bench_of
+from stages.workbench import ENVIRONMENT, Workbench, bench_of
 
 STAGE = "loop"
-CODE = "code"
+# Inputs whose change an upgrade brings with it.
+UPGRADES = frozenset({"code", ENVIRONMENT})
 
 # Figures of a finished stage on its line, where its summary has them, and how they are written.
 NOTED = {
@@ -63,8 +65,11 @@ def iteration(config: Config) -> list[StageEntry]:
 
 
 def needs_replays(config: Config) -> bool:
-    """Whether any term of the objective uses skills."""
-    return config.objective.opsd_coef > 0 or config.objective.skill_coef > 0
+    """Whether any term of the objective uses skills; ConfigError for an objective that cannot be built."""
+    from stages.learner import objective_of
+
+    objective = objective_of(config.objective)
+    return objective.needs_teacher or objective.needs_skill_rows
 
 
 def evaluation_due(config: Config, step: int, last: int) -> bool:
@@ -95,7 +100,7 @@ def run(
 ) -> StageResult:
     """Bring the run to `steps` iterations (default `run.steps`); whatever is already there and valid is not repeated.
 
-    `force` also rebuilds trained steps that other code made. The result's state is `up_to_date` only when every step was
+    `force` also rebuilds trained steps that other code, or another version of the environment, made. The result's state is `up_to_date` only when every step was
     complete; its summary holds one entry per step and evaluation, and the command to run next. Raises what the stages raise.
     """
     reporter = reporter or SilentReporter()
@@ -170,7 +175,7 @@ class _Walk:
     def _stage(self, entry: StageEntry, step: int) -> StageResult:
         trained = step <= self.trained_before
         changed = self._changed_inputs(entry, step)
-        if trained and changed == {CODE} and not self.force:
+        if trained and changed and changed <= UPGRADES and not self.force:
             self.kept.add(step)
             return StageResult(entry.name, step, "up_to_date", dict(entry.module.summarise(self.run, step)))
         needed = step if entry.module is evaluate else step - 1
@@ -232,7 +237,7 @@ class _Walk:
             )
         if self.kept:
             self.reporter.note(
-                f"steps {_ranges(self.kept)} were made by another version of the code and kept; --force makes them again"
+                f"steps {_ranges(self.kept)} were made by another version of the code or the environment and kept; --force makes them again"
             )
         summary: dict[str, Any] = {
             "steps": self.rows,

@@ -16,11 +16,10 @@ import pyarrow.compute as pc
 
 from data.environments import Observation
 from data.tasks import Task
-from schemas.artifacts import read_manifest
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import RsipoError
 from schemas.run_directory import RunDirectory
-from schemas.table_io import read_parts, read_table
+from schemas.table_io import read_parts, read_table, step_manifest
 from stages.episode_progress import EpisodeProgress
 from stages.evidence import Candidate, choose_evidence
 from stages.part_publishing import Rows, check_error_share, chunks, finish_parts, publish_parts
@@ -28,7 +27,7 @@ from stages.reports import episode_figures, value_counts
 from stages.rollout import PLAYING, episode_id
 from stages.seeds import derive_seed
 from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
-from stages.workbench import Workbench, bench_of
+from stages.workbench import ENVIRONMENT, Workbench, bench_of
 
 if TYPE_CHECKING:
     from stages.engines import GenerationResult
@@ -44,7 +43,8 @@ def stage_inputs(run: RunDirectory, step: int, bench: Workbench) -> dict[str, st
     fields = (*PLAYING, "run.seed", "tasks.per_step", "rollout", "replay.replays", "replay.skill_temperature")
     return {
         "weights": bench.weights_sha256(step - 1),
-        "rollouts": read_manifest(run.step_dir("rollouts", step), verify=False).sha256,
+        ENVIRONMENT: bench.environment_version,
+        "rollouts": step_manifest(run, "rollouts", step).sha256,
         "config": config_part_sha256(run.config, *fields, "replay.max_skill_tokens", "replay.min_skill_words"),
         "code": code_version(),
     }

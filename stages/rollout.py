@@ -19,7 +19,7 @@ from stages.part_publishing import Rows, check_error_share, chunks, finish_parts
 from stages.reports import episode_figures
 from stages.seeds import derive_seed
 from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
-from stages.workbench import Workbench, bench_of
+from stages.workbench import ENVIRONMENT, Workbench, bench_of
 
 STAGE = "rollout"
 TABLES = ("rollout_turns", "rollouts")
@@ -33,6 +33,7 @@ def stage_inputs(run: RunDirectory, step: int, bench: Workbench) -> dict[str, st
     fields = (*PLAYING, "run.seed", "tasks.per_step", "rollout")
     return {
         "weights": bench.weights_sha256(step - 1),
+        ENVIRONMENT: bench.environment_version,
         "panel": bench.panel_sha256(TRAIN),
         "config": config_part_sha256(run.config, *fields),
         "code": code_version(),

@@ -22,13 +22,15 @@ from schemas.config import Config
 from schemas.errors import ArtifactError
 from schemas.run_directory import RunDirectory
 from stages import panels
-from stages.checkpoints import load_tokenizer, publish_initial_checkpoint
+from stages.checkpoints import load_tokenizer, publish_initial_checkpoint, verify_checkpoint
 from stages.stage import Reporter, SilentReporter
 
 if TYPE_CHECKING:
     from stages.engines import Engine
     from stages.episodes import Limits
     from stages.rendering import Renderer
+
+ENVIRONMENT = "environment"  # the input that names the environment and its version
 
 
 class Workbench:
@@ -41,6 +43,7 @@ class Workbench:
         self._engine: Engine | None = None
         self._renderers: dict[Path, Renderer] = {}
         self._panels: dict[str, Panel] = {}
+        self._verified: set[int] = set()  # checkpoints whose bytes were compared with their manifests
 
     def __enter__(self) -> Self:
         return self
@@ -74,6 +77,11 @@ class Workbench:
             self.panel(panels.TRAIN), seed=self.config.run.seed, step=step, per_step=self.config.tasks.per_step
         )
 
+    @property
+    def environment_version(self) -> str:
+        """Name and version of the environment: an input of everything that is played in it."""
+        return f"{self.environment.name} {self.environment.version}"
+
     def note_environment_change(self, panel: str, reporter: Reporter) -> None:
         """Say so when the environment is another version than the one that the panel was made with."""
         recorded, present = panels.panel_record(self.run, panel)["environment"], self.environment
@@ -105,7 +113,10 @@ class Workbench:
         )
 
     def model_dir(self, step: int) -> Path:
-        """The HF directory of checkpoint `step`. Raises ArtifactError when it is not there (any more)."""
+        """The HF directory of checkpoint `step`. Raises ArtifactError when it is not there (any more) or damaged.
+
+        The first time a checkpoint is asked for, every byte is compared with its manifest.
+        """
         recorded = self.weights_sha256(step)
         path = self.run.checkpoint_dir(step) / "model"
         if not path.is_dir():
@@ -115,6 +126,9 @@ class Workbench:
                 expected=f"weights {recorded[:12]}",
                 remedy="keep more checkpoints with run.keep_last or run.keep_every",
             )
+        if step not in self._verified:
+            verify_checkpoint(self.run, step)
+            self._verified.add(step)
         return path
 
     def engine(self, step: int) -> Engine:

@@ -315,7 +315,7 @@ def test_evaluate_with_out_leaves_the_run_to_its_writer(
 
     def evaluate(directory: RunDirectory | None, step: int | None, **options: Any) -> StageResult:
         seen.update(options, directory=directory, step=step, locked=(run.root / ".lock").exists())
-        return StageResult("evaluate", 0, "done", {})
+        return StageResult("evaluate", 0, "done", {"env_errors": 0, "episodes": 9})
 
     _stage(monkeypatch, "evaluate", evaluate)
     arguments = ("--panel", "p", "--attempts", 2, "--seed", 5, "--temperature", 0, "--batch", 3)
@@ -339,6 +339,56 @@ def test_a_dry_run_prints_a_configuration_that_loads_again_and_writes_nothing(
     parsed = json.loads(capsys.readouterr().out)
     assert parsed["config"]["run"]["seed"] == 7 and parsed["plan"]["tasks_per_step"] == 16
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_plan_of_an_evaluation_shows_its_own_options(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        "--panel",
+        "generated:size=small,count=7",
+        "--attempts",
+        3,
+        "--seed",
+        5,
+        "--temperature",
+        0,
+        "--batch",
+        2,
+    )
+    command = ("evaluate", "--run", run.root, "--dry-run", "--json", *arguments)
+    assert _call(*command) == 2
+    assert "--out DIR" in capsys.readouterr().err
+    assert _call(*command, "--model", "bundled:x", "--out", tmp_path / "out") == 0
+    parsed = json.loads(capsys.readouterr().out)
+    shown = ("evaluated", "panel", "tasks", "attempts", "seed", "temperature", "episodes", "batch_episodes")
+    assert [parsed["plan"][key] for key in shown] == ["bundled:x", arguments[1], 7, 3, 5, 0.0, 21, 2]
+    assert parsed["plan"]["run_directory"] == str(tmp_path / "out")
+    assert parsed["config"]["tasks"]["evaluate"] == arguments[1] and parsed["config"]["evaluate"]["attempts"] == 3
+    assert _call("evaluate", "--run", run.root, "--step", 4, "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["evaluated"] == f"checkpoint 4 of {run.root}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_with_too_many_errors_is_printed_and_exits_with_1(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = {"env_errors": 3, "episodes": 9, "failed": [{"task_id": "a", "error": "broke"}]}
+    _stage(monkeypatch, "evaluate", lambda *_, **__: StageResult("evaluate", 0, "done", summary))
+    for place in ((), ("--out", tmp_path / "out")):
+        assert _call("evaluate", "--run", run.root, *place, "--quiet") == 1
+        output = capsys.readouterr()
+        assert "env_errors" in output.out and "found 3 of 9, the first: 'broke'" in output.err
+
+
+def test_estimates_elsewhere_refuse_settings_that_they_would_drop(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("estimate-gains", "--run", run.root, "--out", tmp_path / "out", "--dry-run")
+    assert _call(*command, "--set", "gains.decay=0.5") == 0
+    capsys.readouterr()
+    assert _call(*command, "--set", "gains.decay=0.5", "--set", "rollout.group_size=4") == 2
+    assert "rollout.group_size (8, 4)" in capsys.readouterr().err
 
 
 def test_the_plan_counts_episodes_parts_evaluations_and_bytes(tmp_path: Path) -> None:

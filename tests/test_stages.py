@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +16,9 @@ import pytest
 from schemas.artifacts import MANIFEST, sha256_file
 from schemas.config import Config
 from schemas.config_loading import config_from_mapping
-from schemas.errors import ArtifactError, ConfigError, EngineError, EnvironmentFault, RsipoError
+from schemas.errors import ArtifactError, ConfigError, EngineError, EnvironmentFault, LockError, RsipoError
 from schemas.run_directory import RunDirectory
-from schemas.table_io import read_table
+from schemas.table_io import clear_step, read_table
 from stages import estimate_gains, evaluate, loop, part_publishing, replay, rollout
 from stages.evidence import is_control
 from stages.seeds import derive_seed
@@ -264,6 +266,44 @@ def test_a_damaged_table_is_rebuilt_by_the_loop_to_the_same_bytes(
     assert digests(run) == digests(finished)
 
 
+def test_a_damaged_checkpoint_plays_nothing_and_is_made_again_to_the_same_bytes(
+    policy: Path, finished: RunDirectory, tmp_path: Path
+) -> None:
+    from stages import train_step
+
+    run = started(policy, tmp_path)
+    loop.run(run)
+    before = digests(run)
+    path = run.checkpoint_dir(1) / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(bytes(content))
+    for stage, step in ((train_step, 2), (evaluate, 1), (rollout, 2)):
+        clear_step(run, stage.TABLES, step)
+        with pytest.raises(ArtifactError, match="model.safetensors.*rsipo train-step .*--step 1 --force"):
+            stage.run(run, step, force=True)
+    assert train_step.run(run, 1).state == "up_to_date"
+    assert train_step.run(run, 1, force=True).state == "done"
+    assert loop.run(run).state == "done"
+    assert digests(run) == before == digests(finished)
+
+
+def test_a_missing_or_damaged_table_is_named_with_the_command_that_makes_it(policy: Path, tmp_path: Path) -> None:
+    from stages import train_step
+
+    run = started(policy, tmp_path)
+    for stage in (replay, train_step):
+        with pytest.raises(ArtifactError, match=r"missing.*rollouts.*run `rsipo rollout .*--step 1 --force`"):
+            stage.run(run, 1)
+    rollout.run(run, 1)
+    with pytest.raises(ArtifactError, match=r"missing.*replays.*run `rsipo replay "):
+        estimate_gains.run(run, 1)
+    path = run.step_dir("rollouts", 1) / "part-00000.parquet"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(ArtifactError, match=r"damaged.*part-00000.*run `rsipo rollout "):
+        replay.run(run, 1)
+
+
 def test_a_longer_loop_goes_on_where_a_shorter_one_ended(policy: Path, finished: RunDirectory, tmp_path: Path) -> None:
     run, notes = started(policy, tmp_path), Notes()
     loop.run(run, 1)
@@ -307,6 +347,12 @@ def test_without_distillation_and_skill_loss_nothing_is_replayed(policy: Path, t
     assert loop.run(run).state == "done"
     assert not (run.root / "replays").exists() and not (run.root / "gains").exists()
     assert run.finished_steps("checkpoints") == [0, 1]
+
+
+def test_token_credit_that_reads_the_teacher_wants_replays_though_no_other_loss_does(policy: Path) -> None:
+    changes = {"objective__opsd_coef": 0.0, "objective__skill_coef": 0.0}
+    assert not loop.needs_replays(small_config(policy, **changes))
+    assert loop.needs_replays(small_config(policy, objective__advantage="rlsd", **changes))
 
 
 def test_a_loop_of_no_steps_is_an_error(finished: RunDirectory) -> None:
@@ -361,6 +407,22 @@ def test_too_few_skills_fail_the_stage_with_counts(policy: Path, tmp_path: Path)
     assert not (run.step_dir("replays", 1) / MANIFEST).exists()
 
 
+def test_another_version_of_the_environment_makes_what_was_played_stale_by_name(policy: Path, tmp_path: Path) -> None:
+    run = started(policy, tmp_path, env__options={"version": "1"}, evaluate__attempts=1)
+    for stage, step in ((rollout, 1), (replay, 1), (evaluate, 0)):
+        stage.run(run, step)
+
+    class Later(Workbench):
+        @property
+        def environment_version(self) -> str:
+            return "small 2"
+
+    with Later(run) as bench:
+        for stage, step in ((rollout, 1), (replay, 1), (evaluate, 0)):
+            with pytest.raises(ArtifactError, match=r"stale.*environment \(was small 1, is small 2\)"):
+                stage.run(run, step, bench=bench)
+
+
 def test_an_environment_of_another_version_is_noted(policy: Path, tmp_path: Path) -> None:
     run = started(policy, tmp_path)
     with Workbench(run) as bench:
@@ -404,6 +466,42 @@ def test_a_plain_model_is_evaluated_without_a_run_and_equals_checkpoint_zero(
     assert {name: result.summary[name] for name in same} == {name: own.summary[name] for name in same}
     with pytest.raises(ConfigError, match="nowhere to write"):
         evaluate.run(None, model=str(policy))
+
+
+def test_an_evaluation_in_a_broken_environment_is_reported_and_made_again_by_force(
+    policy: Path, tmp_path: Path
+) -> None:
+    run = started(policy, tmp_path, env__options={"errors": [20, 21, 22, 23, 24]}, evaluate__attempts=1)
+    result = evaluate.run(run, 0)
+    errors = result.summary["env_errors"]
+    assert errors >= 2 and result.summary["episodes"] == 9
+    with pytest.raises(
+        EnvironmentFault, match=f"at most 20%, found {errors} of 9, the first: .*the world broke.*--force"
+    ):
+        evaluate.check_errors(result, run.config)
+    again = evaluate.run(run, 0)
+    assert again.state == "up_to_date" and again.summary == result.summary
+    assert evaluate.run(run, 0, force=True).state == "done"
+    lenient = with_config(run, "env", max_error_share=0.9)
+    evaluate.check_errors(result, lenient.config)
+    assert evaluate.run(lenient, 0, force=True).state == "up_to_date"
+
+
+def test_an_evaluation_elsewhere_makes_no_checkpoint_zero_in_a_run_that_another_process_writes(
+    policy: Path, tmp_path: Path
+) -> None:
+    run = started(policy, tmp_path)
+    holder = (
+        "import sys\nfrom schemas.run_directory import RunDirectory\n"
+        "with RunDirectory.open(sys.argv[1]).lock():\n    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", holder, str(run.root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with pytest.raises(LockError, match=f"process {process.pid}"):
+            evaluate.run(run, 0, out=tmp_path / "out")
+        assert not run.checkpoint_dir(0).exists()
+    assert evaluate.run(run, 0, out=tmp_path / "out").state == "done"
 
 
 def test_evaluation_seeds_ignore_the_step(finished: RunDirectory) -> None:
