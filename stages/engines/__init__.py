@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,12 +84,14 @@ def build_engine(
         ) from error
     given = {"dtype": dtype, "threads": threads, "batch_sequences": batch_sequences}
     try:
-        inspect.signature(factory).bind(model_dir, **given, **options)
-    except TypeError as error:  # an unknown option, one that is given already, or one that is missing
+        return factory(model_dir, **given, **options)
+    except TypeError as error:
+        if not options:
+            raise
+        # Engines hand options on, so only the call can tell whether one is unknown or given twice.
         raise ConfigError(
             "the generation engine refuses its options",
             where="engine.options",
             expected=f"options of {name}",
             found=str(error),
         ) from error
-    return factory(model_dir, **given, **options)
