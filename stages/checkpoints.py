@@ -403,14 +403,15 @@ def checkpoints_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: i
     return [step for step in ordered if step not in kept]
 
 
-def apply_retention(run: RunDirectory) -> list[int]:
+def apply_retention(run: RunDirectory, newest: int) -> list[int]:
     """Remove the checkpoints that `run.keep_last` and `run.keep_every` do not keep; the removed steps.
 
-    Call it after the newest checkpoint has been verified. The manifest goes first: a checkpoint that is half removed is
-    then incomplete, never damaged.
+    Call it after checkpoint `newest` has been made and verified. Later ones are left alone and do not count: where a step
+    is made again they are of the training before, and the next step needs the one just made. The manifest goes first: a
+    checkpoint that is half removed is then incomplete, never damaged.
     """
     section = run.config.run
-    steps = run.finished_steps("checkpoints")
+    steps = [step for step in run.finished_steps("checkpoints") if step <= newest]
     removed = checkpoints_to_remove(steps, keep_last=section.keep_last, keep_every=section.keep_every)
     for step in removed:
         directory = run.checkpoint_dir(step)

@@ -114,11 +114,16 @@ def _evaluate(
     reporter = EpisodeProgress(reporter or SilentReporter())
     with run.lock(), bench_of(run, bench, reporter) as workbench:
         inputs = stage_inputs(run, step, workbench, weights and weights[1])
+
+        def weights_dir() -> Path:
+            return weights[0] if weights else workbench.model_dir(step)
+
         if force and _is_broken(run, step, inputs):
+            weights_dir()  # raises when they are gone, before the result is removed
             clear_step(run, TABLES, step)
-        if not open_stage(run, STAGE, step, TABLES, inputs, force):
+        if not open_stage(run, STAGE, step, TABLES, inputs, force, weights_dir):
             return StageResult(STAGE, step, "up_to_date", summarise(run, step))
-        model_dir = weights[0] if weights else workbench.model_dir(step)
+        model_dir = weights_dir()
         with Stopwatch(run, step, STAGE) as watch:
             panel = workbench.panel(EVALUATE)
             episodes = [(task, attempt) for task in panel for attempt in range(run.config.evaluate.attempts)]

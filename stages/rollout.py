@@ -56,7 +56,7 @@ def run(
     reporter = EpisodeProgress(reporter or SilentReporter())
     with run.lock(), bench_of(run, bench, reporter) as workbench:
         inputs = stage_inputs(run, step, workbench)
-        if not open_stage(run, STAGE, step, TABLES, inputs, force):
+        if not open_stage(run, STAGE, step, TABLES, inputs, force, lambda: workbench.model_dir(step - 1)):
             return StageResult(STAGE, step, "up_to_date", summarise(run, step))
         with Stopwatch(run, step, STAGE) as watch:
             tasks = workbench.tasks_of_step(step)

@@ -59,13 +59,21 @@ class StageResult:
 
 
 def open_stage(
-    run: RunDirectory, stage: str, step: int, tables: Sequence[str], inputs: Mapping[str, str], force: bool
+    run: RunDirectory,
+    stage: str,
+    step: int,
+    tables: Sequence[str],
+    inputs: Mapping[str, str],
+    force: bool,
+    needs: Callable[[], object] | None = None,
 ) -> bool:
     """Whether the step is owed: True for work to do, False when it is complete and made from these inputs.
 
     A stale or damaged step raises ArtifactError that names the changed inputs, or with `force` is cleared and owed. With
-    `force` a step that is up to date is also compared byte by byte with its manifests. Call it under the lock.
+    `force` a step that is up to date is also compared byte by byte with its manifests. `needs` raises when the step could
+    not be made again (its weights are gone); it is asked before anything is removed. Call it under the lock.
     """
+    needs = needs or (lambda: None)
     try:
         status = stage_status(run, tables, step, inputs)
         if force and status.state == "complete":
@@ -74,6 +82,7 @@ def open_stage(
     except ArtifactError:
         if not force:
             raise
+        needs()
         clear_step(run, tables, step)
         return True
     if status.state == "complete":
@@ -87,6 +96,7 @@ def open_stage(
             found=f"changed inputs: {'; '.join(status.changed)}",
             remedy=rebuild_command(run, tables[-1], step),
         )
+    needs()
     clear_step(run, tables, step)
     return True
 

@@ -107,8 +107,9 @@ def run(
     reporter = reporter or SilentReporter()
     with run.lock(), bench_of(run, bench, reporter) as workbench:
         inputs = stage_inputs(run, step, workbench)
-        owed = open_stage(run, STAGE, step, TABLES, inputs, force)
+        owed = open_stage(run, STAGE, step, TABLES, inputs, force, lambda: workbench.model_dir(step - 1))
         if not owed and _checkpoint_is_due(run, step, force):
+            workbench.model_dir(step - 1)  # raises when it is gone, before the record of the step is removed
             clear_step(run, TABLES, step)
             owed = True
         if not owed:
@@ -180,7 +181,7 @@ def _train(
         facts = {"weights_sha256": checkpoint.extra["weights_sha256"], "checkpoint_sha256": checkpoint.sha256}
         finish_step(run, TABLES, step, kind=STAGE, inputs=inputs, extra=facts)
         verify_checkpoint(run, step)
-        apply_retention(run)
+        apply_retention(run, step)
 
 
 def read_training_rows(run: RunDirectory, step: int, bench: Workbench) -> TrainingRows:

@@ -198,7 +198,8 @@ def test_retention_removes_directories_and_nothing_else(policy: Path, tmp_path: 
         directory.mkdir(parents=True)
         (directory / "manifest.json").write_text(json.dumps({}))
     (run.checkpoint_dir(0).parent / "notes.txt").write_text("mine")
-    assert apply_retention(run) == [1]
+    assert apply_retention(run, 2) == [1]
+    assert apply_retention(run, 3) == []
     assert sorted(path.name for path in run.checkpoint_dir(0).parent.iterdir()) == [
         "notes.txt",
         "step=00000",

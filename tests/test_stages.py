@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.artifacts import MANIFEST, sha256_file
+from schemas.artifacts import MANIFEST, read_manifest, sha256_file
 from schemas.config import Config
 from schemas.config_loading import config_from_mapping
 from schemas.errors import ArtifactError, ConfigError, EngineError, EnvironmentFault, LockError, RsipoError
@@ -338,6 +338,38 @@ def test_other_code_keeps_trained_steps_and_says_so_and_force_rebuilds_them(
     assert any("steps 1 were made by another version" in line for line in notes.lines)
     assert loop.run(run, force=True).state == "done"
     assert digests(run) != before and rows(run, "rollout_turns") == played
+
+
+def test_steps_made_again_keep_the_checkpoint_that_the_next_step_begins_with(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages import train_step
+
+    run = started(policy, tmp_path, run__keep_last=1, run__steps=3, evaluate__every=0)
+    loop.run(run)
+    for module in (rollout, replay, estimate_gains, train_step):
+        monkeypatch.setattr(module, "code_version", lambda: "another version")
+    loop.run(run, force=True)
+    for step in (1, 2, 3):
+        manifest = read_manifest(run.step_dir("train_metrics", step))
+        assert manifest.inputs["code"] == "another version", step
+        if step > 1:
+            before = read_manifest(run.step_dir("train_metrics", step - 1))
+            assert manifest.inputs["checkpoint"] == before.extra["checkpoint_sha256"]
+    assert run.finished_steps("checkpoints") == [0, 3]
+
+
+def test_a_step_whose_weights_are_gone_is_not_cleared_before_it_can_be_made_again(policy: Path, tmp_path: Path) -> None:
+    from stages import train_step
+
+    run = started(policy, tmp_path, run__keep_last=1, run__steps=2, evaluate__every=0)
+    loop.run(run)
+    assert run.finished_steps("checkpoints") == [0, 2]
+    edited, before = with_config(with_config(run, "optimizer", lr=0.5), "rollout", temperature=0.5), digests(run)
+    for stage in (rollout, replay, train_step):
+        with pytest.raises(ArtifactError, match="removed"):
+            stage.run(edited, 2, force=True)
+    assert digests(run) == before
 
 
 def test_without_distillation_and_skill_loss_nothing_is_replayed(policy: Path, tmp_path: Path) -> None:
