@@ -165,12 +165,22 @@ class _Training:
         self._artefact("base", write)
 
     def _artefact(self, name: str, write: Any) -> Path:
-        """A piece of work in progress: made unless it is there and was made from the same inputs."""
+        """A piece of work in progress: made unless it is there, undamaged and made from the same inputs."""
         target = self.work / name
-        inputs = {"inputs": self.inputs_sha256}
-        if status(target, inputs).state != "complete":
+        if not self._is_usable(target):
+            inputs = {"inputs": self.inputs_sha256}
             publish_directory(target, kind=STAGE, inputs=inputs, write=write, replace=True)
         return target
+
+    def _is_usable(self, target: Path) -> bool:
+        """Work in progress is compared byte by byte: training goes on from it. What is damaged is owed again."""
+        try:
+            if status(target, {"inputs": self.inputs_sha256}).state != "complete":
+                return False
+            read_manifest(target)
+        except ArtifactError:
+            return False
+        return True
 
     def train(self) -> dict[str, Any]:
         """All epochs that are owed, then the report: held-out loss and share that parses, before and after."""
@@ -202,9 +212,8 @@ class _Training:
 
     def _finished_epochs(self) -> int:
         """The last epoch that was saved for these inputs; earlier ones have been removed."""
-        inputs = {"inputs": self.inputs_sha256}
         epochs = range(1, self.settings.epochs + 1)
-        return max((n for n in epochs if status(self._epoch_directory(n), inputs).state == "complete"), default=0)
+        return max((n for n in epochs if self._is_usable(self._epoch_directory(n))), default=0)
 
     def _epoch(self, learner: Learner, epoch: int, per_epoch: int) -> None:
         """One pass over the training rows in an order of its own, saved at its end."""

@@ -13,8 +13,20 @@ from schemas.errors import ArtifactError, ConfigError
 from schemas.run_directory import RunDirectory
 from stages import rollout, sft_skills
 from stages.checkpoints import weights_sha256
+from stages.learner import Learner
+from stages.stage import SilentReporter
 from stages.workbench import Workbench
 from tests.small_world import small_config, write_small_policy
+
+
+class Notes(SilentReporter):
+    """Remembers what would stay on screen."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -68,27 +80,46 @@ def test_the_same_command_again_is_up_to_date(trained: tuple[RunDirectory, Path,
     assert read_manifest(run.checkpoint_dir(0)).sha256 == before
 
 
+@pytest.fixture
+def interrupted(policy: Path, trained: tuple[RunDirectory, Path, dict], tmp_path: Path) -> RunDirectory:
+    """A run whose training was stopped in its second epoch."""
+    run, epoch = started(policy, tmp_path / "run"), sft_skills._Training._epoch
+
+    def stopped(self: sft_skills._Training, learner: Learner, number: int, per_epoch: int) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+        epoch(self, learner, number, per_epoch)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sft_skills._Training, "_epoch", stopped)
+        sft_skills.run(run, trained[1])
+    assert not run.checkpoint_dir(0).exists() and (run.root / "sft" / "epoch=001").is_dir()
+    return run
+
+
 def test_an_interrupted_training_resumes_after_its_last_epoch_to_the_same_weights(
-    trained: tuple[RunDirectory, Path, dict], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[RunDirectory, Path, dict], interrupted: RunDirectory
 ) -> None:
     finished, lines, summary = trained
-    run = started(policy, tmp_path / "run")
-    epoch = sft_skills._Training._epoch
-    played: list[int] = []
-
-    def interrupted(self: sft_skills._Training, learner: object, number: int, per_epoch: int) -> None:
-        if number == 2 and not played:
-            played.append(number)
-            raise KeyboardInterrupt
-        epoch(self, learner, number, per_epoch)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(sft_skills._Training, "_epoch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        sft_skills.run(run, lines)
-    assert not run.checkpoint_dir(0).exists() and (run.root / "sft" / "epoch=001").is_dir()
-    resumed = sft_skills.run(run, lines).summary
+    notes = Notes()
+    resumed = sft_skills.run(interrupted, lines, reporter=notes).summary
+    assert "resumed after epoch 1 of 2" in notes.lines
     assert {**resumed, "next_command": ""} == {**summary, "next_command": ""}
-    assert read_manifest(run.checkpoint_dir(0)).files == read_manifest(finished.checkpoint_dir(0)).files
+    assert read_manifest(interrupted.checkpoint_dir(0)).files == read_manifest(finished.checkpoint_dir(0)).files
+
+
+@pytest.mark.parametrize("name", ["epoch=001/model/model.safetensors", "epoch=001/optimizer/exp_avg.safetensors"])
+@pytest.mark.parametrize("flipped", [True, False])
+def test_work_in_progress_that_is_damaged_is_made_again(
+    trained: tuple[RunDirectory, Path, dict], interrupted: RunDirectory, name: str, flipped: bool
+) -> None:
+    finished, lines, _ = trained
+    path = interrupted.root / "sft" / name
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1  # the last mantissa bits of a number: it stays finite
+    path.write_bytes(content if flipped else content[:-2])
+    sft_skills.run(interrupted, lines)
+    assert read_manifest(interrupted.checkpoint_dir(0)).files == read_manifest(finished.checkpoint_dir(0)).files
 
 
 def test_another_file_is_stale_and_needs_force(trained: tuple[RunDirectory, Path, dict], tmp_path: Path) -> None:
