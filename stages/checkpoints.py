@@ -369,6 +369,8 @@ def publish_initial_checkpoint(run: RunDirectory) -> Manifest:
 
 
 def _publish_initial(run: RunDirectory, target: Path) -> Manifest:
+    """Import `model.path`. ArtifactError when the run has begun with other weights: they are lost, and starting over in
+    silence would lose the training as well."""
     from schemas.artifacts import publish_directory, sha256_json
 
     model = run.config.model
@@ -376,10 +378,30 @@ def _publish_initial(run: RunDirectory, target: Path) -> Manifest:
     extra: dict[str, Any] = {}
 
     def write(directory: Path) -> None:
-        extra["weights_sha256"] = import_model(source, directory / "model", model.dtype)
+        found = import_model(source, directory / "model", model.dtype)
+        began_with = _first_played_weights(run)
+        if began_with not in (None, found):
+            raise ArtifactError(
+                "the run began with other weights than those of model.path, and they are gone",
+                where=str(target),
+                expected=f"weights {began_with[:12]}",
+                found=f"weights {found[:12]}",
+                remedy="copy the checkpoint back, make it again with rsipo sft-skills, or start another run",
+            )
+        extra["weights_sha256"] = found
 
     inputs = {"model": sha256_json(model.model_dump(mode="json")), "source_weights": weights_sha256(source)}
     return publish_directory(target, kind=KIND, inputs=inputs, write=write, extra=extra)
+
+
+def _first_played_weights(run: RunDirectory) -> str | None:
+    """The weights hash that the record of step 1 names; None where there is none to be read."""
+    from schemas.artifacts import read_manifest
+
+    try:
+        return read_manifest(run.step_dir("rollouts", 1), verify=False).inputs.get("weights")
+    except ArtifactError:
+        return None
 
 
 def verify_checkpoint(run: RunDirectory, step: int) -> Manifest:
@@ -390,6 +412,15 @@ def verify_checkpoint(run: RunDirectory, step: int) -> Manifest:
     if step == 0:
         remedy = "make it again with rsipo sft-skills --force; where it is model.path as it was, remove it and go on"
     return read_manifest(run.checkpoint_dir(step), remedy=remedy)
+
+
+def next_checkpoint_bytes(model_dir: Path, dtype: str) -> int:
+    """Most bytes that the checkpoint after `model_dir` takes, with a tenth to spare.
+
+    AdamW keeps two float32 moments of each weight, and a float32 master beside a weight that is narrower.
+    """
+    weights = sum(file.stat().st_size for file in weight_files(model_dir))
+    return round(1.1 * weights * (3 if dtype == "float32" else 7))
 
 
 def checkpoints_to_remove(steps: Iterable[int], *, keep_last: int, keep_every: int) -> list[int]:

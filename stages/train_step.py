@@ -26,7 +26,7 @@ from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import ArtifactError, EngineError, NumericsError
 from schemas.run_directory import RunDirectory, free_space_check
 from schemas.table_io import clear_step, finish_step, read_table, rebuild_command, step_manifest, write_part
-from stages.checkpoints import KIND, apply_retention, verify_checkpoint, weight_files
+from stages.checkpoints import KIND, apply_retention, next_checkpoint_bytes
 from stages.schedules import learning_rate
 from stages.seeds import derive_seed
 from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
@@ -108,7 +108,7 @@ def run(
     with run.lock(), bench_of(run, bench, reporter) as workbench:
         inputs = stage_inputs(run, step, workbench)
         owed = open_stage(run, STAGE, step, TABLES, inputs, force, lambda: workbench.model_dir(step - 1))
-        if not owed and _checkpoint_is_due(run, step, force):
+        if not owed and _checkpoint_is_due(run, step, force, workbench):
             workbench.model_dir(step - 1)  # raises when it is gone, before the record of the step is removed
             clear_step(run, TABLES, step)
             owed = True
@@ -121,7 +121,7 @@ def run(
         return StageResult(STAGE, step, "done", summarise(run, step))
 
 
-def _checkpoint_is_due(run: RunDirectory, step: int, force: bool) -> bool:
+def _checkpoint_is_due(run: RunDirectory, step: int, force: bool, bench: Workbench) -> bool:
     """Whether a finished step has lost its checkpoint, or with `force` whether the one it has is damaged.
 
     Retention never removes the newest one.
@@ -129,7 +129,7 @@ def _checkpoint_is_due(run: RunDirectory, step: int, force: bool) -> bool:
     present = run.finished_steps("checkpoints")
     if force and step in present:
         try:
-            verify_checkpoint(run, step)
+            bench.verify(step)
         except ArtifactError:
             return True
     return max(present, default=0) < step
@@ -157,7 +157,7 @@ def _train(
         ),
         seed=derive_seed(run.config.run.seed, STAGE, step),
     )
-    free_space_check(run.root, 4 * sum(file.stat().st_size for file in weight_files(bench.model_dir(step - 1))))
+    free_space_check(run.root, next_checkpoint_bytes(bench.model_dir(step - 1), run.config.model.dtype))
     trainer = _Trainer(run, step, bench)
     try:
         with watch.measure("update_seconds"):
@@ -180,7 +180,7 @@ def _train(
         checkpoint = trainer.publish(inputs)
         facts = {"weights_sha256": checkpoint.extra["weights_sha256"], "checkpoint_sha256": checkpoint.sha256}
         finish_step(run, TABLES, step, kind=STAGE, inputs=inputs, extra=facts)
-        verify_checkpoint(run, step)
+        bench.verify(step)
         apply_retention(run, step)
 
 
@@ -278,7 +278,7 @@ class _Trainer:
         self._processes = run.config.learner.processes
         self.objective = objective_of(run.config.objective)
         source = run.checkpoint_dir(step - 1)
-        self._model_dir = bench.model_dir(step - 1)
+        self._model_dir = bench.model_dir(step - 1)  # compared with its manifest, the optimiser's state included
         # Step 1 begins with a fresh optimiser, whatever checkpoint 0 came from.
         self._optimizer_dir = source / "optimizer" if step > 1 else None
         self._reference_dir = bench.model_dir(0) if self.objective.needs_reference else None
@@ -309,7 +309,6 @@ class _Trainer:
         held = self._bench.learner
         if held is None or held.checkpoint_sha256 != wanted:
             self.drop()
-            verify_checkpoint(self._run, self._step - 1)
             held = Learner(self._model_dir, self._optimizer_dir, self._run.config, self._reference_dir)
             self._bench.learner = held
         held.checkpoint_sha256 = None

@@ -127,9 +127,14 @@ class Workbench:
                 remedy="keep more checkpoints with run.keep_last or run.keep_every",
             )
         if step not in self._verified:
-            verify_checkpoint(self.run, step)
-            self._verified.add(step)
+            self.verify(step)
         return path
+
+    def verify(self, step: int) -> None:
+        """Compare every byte of checkpoint `step` with its manifest now; ArtifactError that says how to get it back."""
+        self._verified.discard(step)
+        verify_checkpoint(self.run, step)
+        self._verified.add(step)
 
     def engine(self, step: int) -> Engine:
         """The engine, serving the weights of checkpoint `step`."""

@@ -323,6 +323,21 @@ def test_bfloat16_keeps_float32_masters_across_a_restart(tmp_path: Path, policy:
     resumed.close()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_disk_space_asked_for_before_an_update_holds_the_checkpoint(
+    tmp_path: Path, policy: Path, dtype: str
+) -> None:
+    from stages.checkpoints import import_model, next_checkpoint_bytes
+
+    import_model(policy, tmp_path / "source", dtype)
+    learner = Learner(tmp_path / "source", None, config(model={"dtype": dtype}, objective={"kl_coef": 0.0}))
+    learner.update(batch(random_rows(4)))
+    learner.save(tmp_path / "made" / "model", tmp_path / "made" / "optimizer")
+    learner.close()
+    tensors = sum(file.stat().st_size for file in (tmp_path / "made").rglob("*.safetensors"))
+    assert tensors <= next_checkpoint_bytes(tmp_path / "source", dtype) <= 1.3 * tensors
+
+
 def test_an_optimizer_state_of_another_model_is_refused(tmp_path: Path, policy: Path) -> None:
     learner = Learner(policy, None, config(objective={"kl_coef": 0.0}))
     learner.update(batch(random_rows(4)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -370,6 +371,20 @@ def test_a_step_whose_weights_are_gone_is_not_cleared_before_it_can_be_made_agai
         with pytest.raises(ArtifactError, match="removed"):
             stage.run(edited, 2, force=True)
     assert digests(run) == before
+
+
+def test_a_lost_checkpoint_zero_is_imported_again_only_if_it_is_the_one_the_run_began_with(
+    policy: Path, tmp_path: Path
+) -> None:
+    run = started(policy, tmp_path, run__steps=1, evaluate__every=0)
+    loop.run(run)
+    before = digests(run)
+    shutil.rmtree(run.checkpoint_dir(0))
+    other = write_small_policy(tmp_path / "other", seed=5)
+    with pytest.raises(ArtifactError, match=r"began with other weights.*checkpoints/step=00000.*sft-skills"):
+        loop.run(with_config(run, "model", path=str(other)))
+    assert digests(run) == {name: value for name, value in before.items() if "step=00000" not in name}
+    assert loop.run(run).state == "up_to_date" and digests(run) == before
 
 
 def test_without_distillation_and_skill_loss_nothing_is_replayed(policy: Path, tmp_path: Path) -> None:
