@@ -217,6 +217,7 @@ def read_training_rows(run: RunDirectory, step: int, bench: Workbench) -> Traini
         with_teacher=objective.needs_teacher,
         with_skills=objective.needs_skill_rows,
         distrusted_teach=objective.advantage_needs_teacher,
+        context_tokens=bench.context_tokens(bench.model_dir(step - 1)),
     )
 
 

@@ -66,8 +66,10 @@ class _Skill:
 
 @dataclass
 class _Rows:
+    context_tokens: int | None = None  # longest sequence that the model can hold
     rows: list[TrainRow] = field(default_factory=list)
     facts: list[RowFacts] = field(default_factory=list)
+    too_long: int = 0  # rows whose teacher sequence the model cannot hold
 
     def add(self, row: TrainRow, facts: RowFacts) -> None:
         self.rows.append(row)
@@ -84,12 +86,14 @@ def build_training_rows(
     with_teacher: bool,
     with_skills: bool,
     distrusted_teach: bool = False,
+    context_tokens: int | None = None,
 ) -> TrainingRows:
     """The rows of a step: rollout rows in the order of `records`, then skill rows in the order of `skills`.
 
     `skills` and `gains` are rows of those tables, empty where the objective needs none. `distrusted_teach`: the teacher's
-    log-probabilities enter by another way than the trusted distillation, so tasks of trust 0 have one too. Raises NumericsError when no
-    episode is left to train on, ArtifactError when recorded prompts cannot be rebuilt.
+    log-probabilities enter by another way than the trusted distillation, so tasks of trust 0 have one too. A row whose
+    sequence exceeds `context_tokens` once the skill is in it has no teacher: beyond its context a model's scores mean nothing.
+    Raises NumericsError when no episode is left to train on, ArtifactError when recorded prompts cannot be rebuilt.
     """
     credits, counts = _credit(records, objective)
     gain_of = {row["task_id"]: row for row in gains}
@@ -98,7 +102,7 @@ def build_training_rows(
     if with_teacher:
         spared = objective.opsd_weight == "trust" and not distrusted_teach
         teachers, teacher_counts = _teachers(task_ids, skills, gain_of, spared)
-    made = _Rows()
+    made = _Rows(context_tokens)
     for credit in credits:
         _add_episode(made, credit, teachers.get(credit.record.job.task.task_id), gain_of, renderer)
     if not made.rows:
@@ -108,6 +112,8 @@ def build_training_rows(
             found=f"{len(records)} rollouts, {int(counts['episodes/excluded'])} excluded",
         )
     counts |= teacher_counts | {"rows/rollout": float(len(made.rows))}
+    if with_teacher:
+        counts["opsd/rows_too_long"] = float(made.too_long)
     if gains:
         trust = [_trust(gain_of, task_id) for task_id in task_ids]
         counts |= {
@@ -213,6 +219,9 @@ def _add_episode(
         teacher_ids, teacher_sampled = None, None
         if taught is not None:
             teacher_ids, teacher_sampled = _joined([taught[turn] for turn in span], [turn.token_ids for turn in turns])
+            if made.context_tokens is not None and len(teacher_ids) > made.context_tokens:
+                teacher_ids, teacher_sampled = None, None
+                made.too_long += 1
         name = record.job.episode_id if whole else f"{record.job.episode_id}/{turns[0].turn}"
         row = TrainRow(
             kind="rollout",
@@ -231,7 +240,7 @@ def _add_episode(
             record.job.task.task_id,
             record.job.episode_id,
             None if whole else turns[0].turn,
-            None if teacher is None else teacher.skill_id,
+            None if teacher is None or teacher_ids is None else teacher.skill_id,
             credit.reward,
         )
         made.add(row, facts)

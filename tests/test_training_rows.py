@@ -80,6 +80,7 @@ def build(
     gains: list,
     renderer: Renderer,
     distrusted_teach: bool = False,
+    context_tokens: int | None = None,
     **objective: Any,
 ) -> TrainingRows:
     return build_training_rows(
@@ -91,6 +92,7 @@ def build(
         with_teacher=True,
         with_skills=True,
         distrusted_teach=distrusted_teach,
+        context_tokens=context_tokens,
     )
 
 
@@ -124,6 +126,25 @@ def test_the_teacher_reads_the_same_sampled_tokens_after_prompts_with_the_skill(
         assert SKILL in tokenizer.decode(row.teacher_token_ids.tolist())
         assert SKILL not in tokenizer.decode(row.token_ids.tolist())
         assert facts.skill_id == "s-a" and row.trust == 1.5
+
+
+@pytest.mark.parametrize("mode", ["append_only", "window"])
+def test_a_row_that_fits_the_context_only_without_the_skill_has_no_teacher_and_is_counted(
+    tokenizer: PreTrainedTokenizerFast, mode: str
+) -> None:
+    renderer = renderer_of(tokenizer, mode)
+    records = [*group(renderer, "a", turns=1), *group(renderer, "b", turns=3)]
+    skills, gains = [skill_row("a"), skill_row("b")], [gain_row("a"), gain_row("b")]
+    unlimited = build(records, skills, gains, renderer)
+    lengths = [len(row.teacher_token_ids) for row in unlimited.rows if row.teacher_token_ids is not None]
+    limit = max(lengths) - 1
+    made = build(records, skills, gains, renderer, context_tokens=limit)
+    kept = [row.teacher_token_ids for row in made.rows if row.teacher_token_ids is not None]
+    assert len(made.rows) == len(unlimited.rows) and [len(ids) for ids in kept] == [n for n in lengths if n <= limit]
+    assert made.counts["opsd/rows_too_long"] == len(lengths) - len(kept) > 0
+    assert unlimited.counts["opsd/rows_too_long"] == 0
+    for row, facts in zip(made.rows, made.facts, strict=True):
+        assert row.kind == "skill" or (facts.skill_id is None) == (row.teacher_token_ids is None)
 
 
 def test_tasks_without_a_skill_or_trust_have_no_teacher_and_are_counted(tokenizer: PreTrainedTokenizerFast) -> None:
