@@ -223,7 +223,9 @@ class _Walk:
             present: dict[str, str] = entry.module.stage_inputs(self.run, step, self.bench)
         except ArtifactError:
             return set()  # damaged, or something before it is: the stage itself finds out
-        return {name for name in {*recorded, *present} if recorded.get(name) != present.get(name)}
+        changed = {name for name in {*recorded, *present} if recorded.get(name) != present.get(name)}
+        # What other code did not name is a difference of the code, and says nothing of the input.
+        return changed & recorded.keys() if "code" in changed else changed
 
     def result(self) -> StageResult:
         """The closing table's figures. Raises RsipoError when the walk ended and the run is not complete."""

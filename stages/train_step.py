@@ -69,6 +69,8 @@ def stage_inputs(run: RunDirectory, step: int, bench: Workbench) -> dict[str, st
     if _uses_skills(run):
         for table in SKILL_TABLES[1:]:
             inputs[table] = step_manifest(run, table, step).sha256
+    if run.config.objective.kl_coef:
+        inputs["reference"] = bench.weights_sha256(0)
     return inputs
 
 

@@ -21,6 +21,7 @@ from schemas.errors import ArtifactError, ConfigError, EngineError, EnvironmentF
 from schemas.run_directory import RunDirectory
 from schemas.table_io import clear_step, read_table
 from stages import estimate_gains, evaluate, loop, part_publishing, replay, rollout
+from stages.checkpoints import publish_initial_checkpoint
 from stages.evidence import is_control
 from stages.seeds import derive_seed
 from stages.stage import SilentReporter
@@ -385,6 +386,47 @@ def test_a_lost_checkpoint_zero_is_imported_again_only_if_it_is_the_one_the_run_
         loop.run(with_config(run, "model", path=str(other)))
     assert digests(run) == {name: value for name, value in before.items() if "step=00000" not in name}
     assert loop.run(run).state == "up_to_date" and digests(run) == before
+
+
+def test_another_initial_policy_makes_a_step_with_a_kl_term_stale(policy: Path, tmp_path: Path) -> None:
+    from stages import train_step
+
+    for coefficient, reads_it in ((0.01, True), (0.0, False)):
+        run = started(
+            policy, tmp_path / str(coefficient), run__steps=2, evaluate__every=0, objective__kl_coef=coefficient
+        )
+        loop.run(run)
+        other = started(write_small_policy(tmp_path / f"other {coefficient}", seed=5), tmp_path / f"from {coefficient}")
+        publish_initial_checkpoint(other)
+        shutil.rmtree(run.checkpoint_dir(0))
+        shutil.copytree(other.checkpoint_dir(0), run.checkpoint_dir(0))
+        if reads_it:
+            with pytest.raises(ArtifactError, match=r"stale.*changed inputs: reference"):
+                train_step.run(run, 2)
+        else:
+            assert train_step.run(run, 2).state == "up_to_date"
+
+
+def test_an_input_that_older_code_did_not_name_makes_no_trained_step_again(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages import train_step
+
+    run, inputs = started(policy, tmp_path, run__steps=1, evaluate__every=0), train_step.stage_inputs
+    with monkeypatch.context() as older:
+        older.setattr(train_step, "code_version", lambda: "older")
+        older.setattr(
+            train_step,
+            "stage_inputs",
+            lambda *given: {name: value for name, value in inputs(*given).items() if name != "reference"},
+        )
+        loop.run(run)
+    before = digests(run)
+    assert loop.run(run).state == "up_to_date" and digests(run) == before
+    monkeypatch.setattr(train_step, "stage_inputs", lambda *given: inputs(*given) | {"reference": "another"})
+    assert loop.run(run, force=True).state == "done" and digests(run) != before
+    monkeypatch.setattr(train_step, "stage_inputs", lambda *given: inputs(*given) | {"reference": "one more"})
+    assert loop.run(run).state == "done"  # the same code names it: that is a change
 
 
 def test_without_distillation_and_skill_loss_nothing_is_replayed(policy: Path, tmp_path: Path) -> None:
