@@ -44,6 +44,7 @@ from schemas.run_directory import RunDirectory
 from schemas.table_io import finish_step, parts_done, read_table, write_part
 from stages import estimate_gains, replay, rollout
 from stages.episode_progress import EpisodeProgress
+from stages.episode_records import EpisodeRecord
 from stages.part_publishing import Rows, chunks
 from stages.seeds import derive_seed
 from stages.stage import Reporter, open_stage
@@ -52,6 +53,9 @@ from stages.workbench import Workbench
 STEP = 1
 EXPECTED = {"good": "helps", "harmful": "harms", "vague": "nothing", "none": "nothing"}
 SURE = 2.0  # standard errors
+
+
+TaskGroup = tuple[Task, list[EpisodeRecord]]  # a task and its episodes without a skill
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def judge(figures: Figures, *, trust_slope: float, tolerance: float) -> Verdict:
 
 
 def play_planted(
-    bench: Workbench, target: RunDirectory, condition: str, groups: Sequence[replay.Group], reporter: Reporter
+    bench: Workbench, target: RunDirectory, condition: str, groups: Sequence[TaskGroup], reporter: Reporter
 ) -> None:
     """Publish `skills`, `replay_turns` and `replays` of one condition; parts that are there are not played again."""
     config = target.config
@@ -158,7 +162,7 @@ def _skill_row(condition: str, task: Task, seed: int, weights_sha256: str) -> di
 
 
 def _part_rows(
-    bench: Workbench, groups: Sequence[replay.Group], row_of: dict[str, dict], reporter: Reporter
+    bench: Workbench, groups: Sequence[TaskGroup], row_of: dict[str, dict], reporter: Reporter
 ) -> dict[str, Rows]:
     """K episodes of every task in the part, all conditions with the seeds of the stage `replay`."""
     from stages.episodes import EpisodeJob, play
@@ -187,7 +191,11 @@ def _part_rows(
         batch_episodes=None,
     )
     records = replay.exclude_other_starts(
-        records, {task.task_id: replay.start_fingerprint(rollouts) for task, rollouts in groups}
+        records,
+        {
+            task.task_id: replay.start_fingerprint([rollout.fingerprint for rollout in rollouts])
+            for task, rollouts in groups
+        },
     )
     weights = bench.weights_sha256(STEP - 1)
     return {
@@ -197,7 +205,7 @@ def _part_rows(
     }
 
 
-def rollout_groups(bench: Workbench) -> list[replay.Group]:
+def rollout_groups(bench: Workbench) -> list[TaskGroup]:
     """The tasks with their published episodes without a skill, in playing order."""
     from stages.episodes import episodes_from_tables
 

@@ -22,7 +22,7 @@ from schemas.table_io import finish_step, read_table, step_manifest, write_part
 from stages.gain_tables import EPISODE_COLUMNS, SKILL_COLUMNS, estimate, gain_rows, statistics_rows
 from stages.reports import value_counts
 from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
-from stages.type_statistics import ALL_TYPES, Statistics, TypeStatistics
+from stages.type_statistics import Statistics
 from stages.workbench import Workbench
 
 STAGE = "estimate-gains"
@@ -71,8 +71,10 @@ def run(
             earlier = last_statistics_step(run, step)
             previous = Statistics() if earlier is None else read_statistics(run, earlier)
             _publish(run, run, step, previous, inputs)
+            summary = summarise(run, step)
+            reporter.advance(summary["tasks"], scored=summary["scored"])
             reporter.done()
-        return StageResult(STAGE, step, "done", summarise(run, step))
+        return StageResult(STAGE, step, "done", summary)
 
 
 def _publish(
@@ -136,11 +138,10 @@ def read_statistics(run: RunDirectory, step: int) -> Statistics:
     """The statistics after `step`, exactly as they were. Raises ArtifactError when the table is missing or damaged."""
     rows = read_table(run, "type_stats", step, columns=["task_type", "state"]).to_pylist()
     try:
-        found = {row["task_type"]: TypeStatistics.from_row(json.loads(row["state"])) for row in rows}
+        return Statistics.from_rows([{**json.loads(row["state"]), "task_type": row["task_type"]} for row in rows])
     except (ValueError, KeyError, TypeError) as error:
         where = str(run.step_dir("type_stats", step))
         raise ArtifactError("the state of a type's statistics is damaged", where=where, found=repr(error)) from error
-    return Statistics(all_types=found.pop(ALL_TYPES, TypeStatistics()), by_type=found)
 
 
 def summarise(run: RunDirectory, step: int) -> dict[str, Any]:
