@@ -19,7 +19,15 @@ from schemas.config import GainsSection
 from schemas.errors import ArtifactError
 from stages.estimators import TaskMoments, replay_gains, skill_rewards, task_moments, trust, utility
 from stages.evidence import evidence_count
-from stages.type_statistics import ALL_TYPES, ShrunkGains, Statistics, TaskGains, shrink, update_statistics
+from stages.type_statistics import (
+    ALL_TYPES,
+    ShrunkGains,
+    Statistics,
+    TaskGains,
+    encode_types,
+    shrink,
+    update_statistics,
+)
 
 EPISODE_COLUMNS = ("task_id", "task_type", "index", "fingerprint", "won", "turns")
 SKILL_COLUMNS = ("task_id", "skill_id", "skill", "reason")
@@ -73,7 +81,7 @@ def estimate(
         _reason(skill_reasons[q], int(controls.count_Q[q]), int(checks.count_Q[q]), int(mismatches_Q[q]))
         for q in range(len(task_ids))
     ]
-    type_Q, type_names = _type_codes(task_types)
+    type_Q, type_names = encode_types(task_types)
     without = np.array([reason is not None for reason in reasons], bool)
     gains = TaskGains(replay_gains(checks, controls, without), checks, controls, type_Q, type_names)
     statistics = update_statistics(previous, gains, settings.decay)
@@ -96,12 +104,6 @@ def _first_of_each(codes: np.ndarray, values: pa.ChunkedArray, count: int) -> li
     first = np.full(count, len(codes), np.int64)
     np.minimum.at(first, codes, np.arange(len(codes)))
     return list(values.combine_chunks().take(pa.array(first)).to_pylist())
-
-
-def _type_codes(task_types: list[str]) -> tuple[np.ndarray, tuple[str, ...]]:
-    names = tuple(sorted(set(task_types)))
-    code = {name: number for number, name in enumerate(names)}
-    return np.array([code[name] for name in task_types], np.int64), names
 
 
 def _known(values: pa.ChunkedArray) -> np.ndarray:
