@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 BUNDLED_PREFIX = "bundled:"
 KIND = "checkpoint"
+SFT_WORK = "sft"  # in a run directory: what sft-skills has made so far; gone when checkpoint 0 is published
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -369,10 +370,16 @@ def publish_initial_checkpoint(run: RunDirectory) -> Manifest:
 
 
 def _publish_initial(run: RunDirectory, target: Path) -> Manifest:
-    """Import `model.path`. ArtifactError when the run has begun with other weights: they are lost, and starting over in
-    silence would lose the training as well."""
+    """Import `model.path`. ArtifactError where that would pass over a fine-tuning that has not ended, and when the run has
+    begun with other weights: they are lost, and starting over in silence would lose the training as well."""
     from schemas.artifacts import publish_directory, sha256_json
 
+    if (run.root / SFT_WORK).exists():
+        raise ArtifactError(
+            "sft-skills has begun to make checkpoint 0 and not ended",
+            where=str(run.root / SFT_WORK),
+            remedy="finish it with the same rsipo sft-skills command, or remove this directory to begin with model.path",
+        )
     model = run.config.model
     source = resolve_model(model.path, model.revision)
     extra: dict[str, Any] = {}

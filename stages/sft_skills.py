@@ -22,7 +22,7 @@ from schemas.artifacts import publish_directory, read_manifest, sha256_file, sha
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import ArtifactError
 from schemas.run_directory import RunDirectory
-from stages.checkpoints import KIND, import_model, resolve_model, weights_sha256
+from stages.checkpoints import KIND, SFT_WORK, import_model, resolve_model, weights_sha256
 from stages.schedules import learning_rate
 from stages.seeds import derive_seed
 from stages.skill_examples import (
@@ -114,7 +114,7 @@ def _inputs(run: RunDirectory, annotations: Path, source: Path) -> dict[str, str
 
 
 def _work_directory(run: RunDirectory) -> Path:
-    return run.root / "sft"
+    return run.root / SFT_WORK
 
 
 def _summary(run: RunDirectory, extra: dict[str, Any]) -> dict[str, Any]:

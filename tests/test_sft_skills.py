@@ -122,6 +122,14 @@ def test_work_in_progress_that_is_damaged_is_made_again(
     assert read_manifest(interrupted.checkpoint_dir(0)).files == read_manifest(finished.checkpoint_dir(0)).files
 
 
+def test_an_unfinished_fine_tuning_is_not_passed_over_by_the_next_stage(interrupted: RunDirectory) -> None:
+    with pytest.raises(ArtifactError, match=r"sft-skills.*not ended.*same rsipo sft-skills command"):
+        rollout.run(interrupted, 1)
+    assert not interrupted.checkpoint_dir(0).exists()
+    shutil.rmtree(interrupted.root / "sft")
+    assert rollout.run(interrupted, 1).state == "done"
+
+
 def test_another_file_is_stale_and_needs_force(trained: tuple[RunDirectory, Path, dict], tmp_path: Path) -> None:
     finished, _, _ = trained
     shutil.copytree(finished.root, tmp_path / "run")
