@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.artifacts import MANIFEST, file_errors, remove_leftovers, write_file
+from schemas.artifacts import MANIFEST, file_errors, make_directory, remove_leftovers, write_file
 from schemas.config import CONFIG_VERSION, Config
 from schemas.config_loading import config_from_mapping, differing_keys, dump_toml
 from schemas.errors import ArtifactError, ConfigError, LockError, RsipoError
@@ -41,7 +41,7 @@ class RunDirectory:
         """Start a run directory, or take up one that was started with an equal configuration.
 
         Raises ConfigError when it holds another configuration, ArtifactError when it is of another version or damaged,
-        when `root` is a file or when it cannot be written.
+        when `root` is a file or when it cannot be written, LockError when another process starts it at this moment.
         """
         root = _absolute(root)
         if not (root / CONFIG_FILE).exists():
@@ -49,8 +49,13 @@ class RunDirectory:
                 raise ArtifactError(
                     "the run directory is not a directory", where=str(root), remedy="choose another --run"
                 )
-            write_file(root / CONFIG_FILE, dump_toml(config).encode())
-            return cls(root, config)
+            with file_errors(root):
+                make_directory(root)
+            with cls(root, config).lock():
+                # Asked again under the lock: of two first starts, only one may find its configuration on disk.
+                if not (root / CONFIG_FILE).exists():
+                    write_file(root / CONFIG_FILE, dump_toml(config).encode())
+                    return cls(root, config)
         run = cls.open(root)
         if differing := differing_keys(run.config, config):
             shown = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")

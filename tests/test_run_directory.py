@@ -46,6 +46,38 @@ def test_an_equal_configuration_resumes_and_another_one_is_refused_by_its_keys(t
     assert (run.root / "config.toml").read_bytes() == before
 
 
+STARTER = """
+import sys
+from schemas.config_loading import load_config
+from schemas.run_directory import RunDirectory
+RunDirectory.create(sys.argv[1], load_config(None, None, ["run.seed=7"]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["lock", "write_file"])
+def test_of_two_first_starts_with_different_configurations_one_fails_and_the_others_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    root, codes = tmp_path / "run", []
+    owner = RunDirectory if moment == "lock" else run_directory
+    original = getattr(owner, moment)
+
+    def overtaken(*arguments: object) -> object:
+        """Another process starts the run after this one has found none."""
+        if not codes:
+            command = [sys.executable, "-c", STARTER, str(root)]
+            codes.append(subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL, check=False).returncode)
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, moment, overtaken)
+    try:
+        mine = RunDirectory.create(root, Config())
+    except ConfigError:
+        assert codes == [0] and RunDirectory.open(root).config.run.seed == 7
+    else:
+        assert codes == [1] and RunDirectory.open(root) == mine
+
+
 def test_a_run_directory_of_another_version_is_refused_with_both_versions(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", Config())
     path = run.root / "config.toml"
@@ -210,4 +242,4 @@ def test_a_full_disk_while_a_run_is_started_exits_with_1(tmp_path: Path, monkeyp
     monkeypatch.setattr(artifacts.os, "fsync", full)
     with pytest.raises(RsipoError, match="disk is full"):
         RunDirectory.create(tmp_path / "run", Config())
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
