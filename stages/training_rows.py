@@ -70,6 +70,7 @@ class _Rows:
     rows: list[TrainRow] = field(default_factory=list)
     facts: list[RowFacts] = field(default_factory=list)
     too_long: int = 0  # rows whose teacher sequence the model cannot hold
+    rebuilt: set[str] = field(default_factory=set)  # tasks of which an episode's prompts were rebuilt and compared
 
     def add(self, row: TrainRow, facts: RowFacts) -> None:
         self.rows.append(row)
@@ -208,7 +209,7 @@ def _add_episode(
     prompts = [list(turn.prompt_token_ids) for turn in record.turns]
     taught = None if teacher is None else _prompts(renderer, record, teacher.text)
     if teacher is not None:
-        _check_rebuilt(renderer, record, prompts)
+        _check_rebuilt(made, renderer, record, prompts)
     whole = renderer.mode == "append_only"
     spans = [range(len(record.turns))] if whole else [range(turn, turn + 1) for turn in range(len(record.turns))]
     for span in spans:
@@ -255,9 +256,16 @@ def _prompts(renderer: Renderer, record: EpisodeRecord, skill: str | None) -> li
     ]
 
 
-def _check_rebuilt(renderer: Renderer, record: EpisodeRecord, prompts: list[list[int]]) -> None:
-    """A teacher's prompt is only worth something if rebuilding without the skill gives what the student really saw."""
-    if record.job.index == 0 and _prompts(renderer, record, None) != prompts:
+def _check_rebuilt(made: _Rows, renderer: Renderer, record: EpisodeRecord, prompts: list[list[int]]) -> None:
+    """A teacher's prompt is only worth something if rebuilding without the skill gives what the student really saw.
+
+    Asked of the first episode with turns of every task: others of the task follow the same wording and settings.
+    """
+    task_id = record.job.task.task_id
+    if not prompts or task_id in made.rebuilt:
+        return
+    made.rebuilt.add(task_id)
+    if _prompts(renderer, record, None) != prompts:
         raise ArtifactError(
             "a recorded prompt cannot be rebuilt",
             where=f"episode {record.job.episode_id}",

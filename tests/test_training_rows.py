@@ -221,3 +221,15 @@ def test_prompts_that_cannot_be_rebuilt_are_refused_before_a_teacher_scores_them
     altered = replace(records[0], turns=(replace(first, observation="another room"), *records[0].turns[1:]))
     with pytest.raises(ArtifactError, match="cannot be rebuilt"):
         build([altered, *records[1:]], [skill_row("a")], [gain_row("a")], renderer)
+
+
+def test_the_first_counted_episode_of_every_task_is_rebuilt_whatever_its_index(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    renderer = renderer_of(tokenizer, "append_only")
+    lost = [replace(record, won=None) if record.job.index == 0 else record for record in group(renderer, "b")]
+    first = lost[1].turns[0]
+    lost[1] = replace(lost[1], turns=(replace(first, observation="another room"), *lost[1].turns[1:]))
+    skills, gains = [skill_row("a"), skill_row("b")], [gain_row("a"), gain_row("b")]
+    with pytest.raises(ArtifactError, match=r"cannot be rebuilt \(episode e-b-1\)"):
+        build([*group(renderer, "a"), *lost], skills, gains, renderer)
