@@ -53,7 +53,7 @@ def play(
 
     At most `batch_episodes` are alive at once (default: all); it changes no sampled token and no outcome. `reporter`
     advances by the episodes that end, with fields `won` and `tokens`. Raises EngineError when the engine fails or more than
-    1 % of the replies hold a log-probability that is not finite; below that share such an episode does not count.
+    1 % of all replies hold a log-probability that is not finite; below that share such an episode does not count.
     """
     waiting = list(enumerate(jobs))[::-1]
     most = len(jobs) if batch_episodes is None else batch_episodes
@@ -72,12 +72,13 @@ def play(
             for episode, result in zip(asking, results, strict=True):
                 episode.take(result, temperature)
             replies, broken = replies + len(asking), broken + sum(episode.broken for episode in asking)
-            if broken > MAX_NON_FINITE_SHARE * replies:
-                raise _non_finite(broken, replies)
             ended = [index for index, episode in live.items() if episode.stop_reason is not None]
             for index in ended:
                 records[index] = live.pop(index).close()
             _report(reporter, [records[index] for index in ended])
+        # Only now: among the first few replies one is more than the share, and a broken engine ends episodes at once.
+        if broken > MAX_NON_FINITE_SHARE * replies:
+            raise _non_finite(broken, replies)
     finally:
         for episode in live.values():
             episode.close()

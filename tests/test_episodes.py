@@ -156,6 +156,21 @@ def test_replies_with_broken_logprobs_do_not_count_and_many_are_an_error(tokeniz
         play(Breaking(tokenizer, [("a", "eos")]), FakeWorld(), renderer, jobs[:9], limits=LIMITS, temperature=1.0)
 
 
+@pytest.mark.parametrize("batch", [None, 8])
+def test_one_broken_reply_among_the_first_stops_nothing_when_enough_follow(tokenizer, renderer, batch):
+    class BreakingOnce(ScriptedEngine):
+        def generate(self, requests, on_tokens=None):
+            first = not self.requests
+            results = super().generate(requests)
+            if first:
+                results[0] = dataclasses.replace(results[0], logprobs=[math.nan] * len(results[0].logprobs))
+            return results
+
+    jobs, engine = [job_of(fake_task("t"), index) for index in range(64)], BreakingOnce(tokenizer, [("a", "eos")])
+    records = play(engine, FakeWorld(), renderer, jobs, limits=LIMITS, temperature=1.0, batch_episodes=batch)
+    assert [record.won for record in records] == [None] + [True] * 63
+
+
 @pytest.mark.parametrize("mode", ["append_only", "window"])
 def test_batch_size_changes_no_token_and_no_outcome(module, tokenizer, mode):
     renderer = Renderer(tokenizer, FakePrompts(), mode, 2, False)
