@@ -68,7 +68,8 @@ _SKILL = [
     pa.field("text", TEXT, nullable=False),
     pa.field("summary", TEXT),
     pa.field("skill", TEXT),  # null when it did not parse
-    pa.field("reason", TEXT),  # why there is no skill: no_evidence | context | no_json | empty | too_short | length
+    # Why there is no skill: no_evidence | context | non_finite | no_json | empty | too_short | length.
+    pa.field("reason", TEXT),
     pa.field("stop_reason", TEXT),
     pa.field("seed", pa.int64(), nullable=False),
     pa.field("weights_sha256", TEXT, nullable=False),

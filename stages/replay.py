@@ -7,6 +7,7 @@ task's rollouts: an episode whose fingerprint differs does not count, and its ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 STAGE = "replay"
 TABLES = ("skills", "replay_turns", "replays")
+NON_FINITE = "non_finite"  # the reason of a skill that was sampled with a log-probability that is not finite
 FINGERPRINT = "fingerprint"  # the reason of an episode that started from another state
 
 
@@ -231,6 +233,8 @@ def _skill_row(
     }
     if result is None:
         return row
+    if not all(math.isfinite(logprob) for logprob in result.logprobs):
+        return row | {"reason": NON_FINITE}  # like an episode's, such a reply is left out of the record
     text = bench.renderer(step - 1).decode(result.token_ids)
     parsed = parse_skill(text, cut=result.stop_reason == "length", min_words=config.min_skill_words)
     return row | {

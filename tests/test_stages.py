@@ -22,11 +22,12 @@ from schemas.run_directory import RunDirectory
 from schemas.table_io import clear_step, read_table
 from stages import estimate_gains, evaluate, loop, part_publishing, replay, rollout
 from stages.checkpoints import publish_initial_checkpoint
+from stages.engines import GenerationRequest, GenerationResult
 from stages.evidence import is_control
 from stages.seeds import derive_seed
 from stages.stage import SilentReporter
 from stages.workbench import Workbench
-from tests.small_world import MODULUS, small_config, write_small_policy
+from tests.small_world import MODULUS, SkilledEngine, small_config, write_small_policy
 
 
 class Notes(SilentReporter):
@@ -494,6 +495,28 @@ def test_too_few_skills_fail_the_stage_with_counts(policy: Path, tmp_path: Path)
     with pytest.raises(RsipoError, match=r"no usable skill.*of 4 \(\d no_json\)"):
         replay.run(run, 1)
     assert not (run.step_dir("replays", 1) / MANIFEST).exists()
+
+
+def test_a_skill_with_a_log_probability_that_is_not_finite_is_a_reason_and_no_failure(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, written, broken = started(policy, tmp_path), SkilledEngine._written, []
+    rollout.run(run, 1)
+
+    def breaking(engine: SkilledEngine, request: GenerationRequest) -> GenerationResult:
+        result = written(engine, request)
+        if broken or request.seed % engine.silent_share == 0:
+            return result
+        broken.append(request.seed)
+        return replace(result, logprobs=[*result.logprobs[:-1], float("nan")])
+
+    monkeypatch.setattr(SkilledEngine, "_written", breaking)
+    summary = replay.run(run, 1).summary
+    assert len(broken) == summary["no_skill"]["non_finite"] == 1 and summary["skills"] > 0
+    (row,) = [row for row in rows(run, "skills") if row["reason"] == "non_finite"]
+    assert row["seed"] == broken[0] and row["skill"] is None and row["token_ids"] == row["behaviour_logprobs"] == []
+    assert row["task_id"] not in {episode["task_id"] for episode in rows(run, "replays")}
+    assert estimate_gains.run(run, 1).summary["without_gain"]["non_finite"] == 1
 
 
 def test_another_version_of_the_environment_makes_what_was_played_stale_by_name(policy: Path, tmp_path: Path) -> None:
