@@ -18,7 +18,7 @@ from schemas.config import GainsSection
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import ArtifactError
 from schemas.run_directory import RunDirectory
-from schemas.table_io import finish_step, read_table, step_manifest, write_part
+from schemas.table_io import finish_step, read_table, rebuild_command, step_manifest, write_part
 from stages.gain_tables import EPISODE_COLUMNS, SKILL_COLUMNS, estimate, gain_rows, statistics_rows
 from stages.reports import value_counts
 from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
@@ -51,6 +51,18 @@ def last_statistics_step(run: RunDirectory, step: int) -> int | None:
     return max((done for done in run.finished_steps("type_stats") if done < step), default=None)
 
 
+def _expect_no_gap(run: RunDirectory, step: int) -> None:
+    """Raise ArtifactError when an earlier step was replayed and not estimated: its share of the averages would be lost."""
+    estimated = set(run.finished_steps("gains"))
+    owed = [done for done in run.finished_steps("replays") if done < step and done not in estimated]
+    if owed:
+        raise ArtifactError(
+            f"the gains of step {step} continue the statistics of step {owed[0]}, which has replays and no gains",
+            where=str(run.step_dir("gains", owed[0])),
+            remedy=rebuild_command(run, "gains", owed[0]),
+        )
+
+
 def run(
     run: RunDirectory,
     step: int,
@@ -59,10 +71,14 @@ def run(
     reporter: Reporter | None = None,
     bench: Workbench | None = None,
 ) -> StageResult:
-    """Estimate and publish the gains of `step`. Raises ArtifactError for missing or damaged tables and stale output."""
+    """Estimate and publish the gains of `step`.
+
+    Raises ArtifactError for missing or damaged tables, stale output and an earlier step with replays that has no gains yet.
+    """
     del bench  # nothing to build: this stage only reads tables
     reporter = reporter or SilentReporter()
     with run.lock():
+        _expect_no_gap(run, step)
         inputs = stage_inputs(run, step)
         if not open_stage(run, STAGE, step, TABLES, inputs, force):
             return StageResult(STAGE, step, "up_to_date", summarise(run, step))

@@ -638,6 +638,21 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(
             bench.engine(2)
 
 
+def test_gains_are_not_estimated_past_a_replayed_step_without_them(
+    policy: Path, finished: RunDirectory, tmp_path: Path
+) -> None:
+    run = started(policy, tmp_path)
+    loop.run(run)
+    for step in (1, 2):
+        clear_step(run, estimate_gains.TABLES, step)
+    with pytest.raises(ArtifactError, match="has replays and no gains.*run `rsipo estimate-gains .*--step 1 --force`"):
+        estimate_gains.run(run, 2)
+    assert run.finished_steps("type_stats") == []
+    for step in (1, 2):
+        assert estimate_gains.run(run, step).state == "done"
+    assert digests(run) == digests(finished)
+
+
 def test_an_audit_with_other_priors_leaves_the_run_alone(finished: RunDirectory, tmp_path: Path) -> None:
     before = digests(finished)
     same = estimate_gains.audit(finished, None, finished.config.gains, tmp_path / "same")
