@@ -202,7 +202,7 @@ def test_a_refused_row_publishes_no_file_of_its_part(run: RunDirectory) -> None:
     rows["rollouts"][2]["score"] = float("nan")
     with pytest.raises(NumericsError):
         write_part(run, 1, 0, rows, "inputs")
-    assert [path for path in run.root.rglob("*") if path.is_file() and path.name != "config.toml"] == []
+    assert [path for path in run.root.rglob("*") if path.is_file() and path.name not in (".lock", "config.toml")] == []
     with pytest.raises(ArtifactError, match="another step"):
         write_part(run, 2, 0, _rows(0), "inputs")
 
