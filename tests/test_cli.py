@@ -314,7 +314,7 @@ def test_evaluate_with_out_leaves_the_run_to_its_writer(
     seen: dict[str, Any] = {}
 
     def evaluate(directory: RunDirectory | None, step: int | None, **options: Any) -> StageResult:
-        seen.update(options, directory=directory, step=step, locked=(run.root / ".lock").exists())
+        seen.update(options, directory=directory, step=step, locked=(run.root / ".lock").read_text() != "")
         return StageResult("evaluate", 0, "done", {"env_errors": 0, "episodes": 9})
 
     _stage(monkeypatch, "evaluate", evaluate)
