@@ -49,6 +49,10 @@ class RunSection(Section):
     keep_every: int = Field(
         0, ge=0, description="Also keep every n-th checkpoint for ever; 0 keeps none besides the last."
     )
+    trackers: list[str] = Field(
+        default_factory=list,
+        description="Where `loop` also sends its figures: `jsonl` or import strings `module:Class`; the record needs none.",
+    )
     threads: int = Field(0, ge=0, description="CPU threads for torch; 0 uses every core the process may use.")
 
 

@@ -43,7 +43,7 @@ run's own configuration, or for a new run the preset `household-tiny`. A run kee
 """
 
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "table"}
+_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", dict: "table", list: "list"}
 
 
 def page() -> str:

@@ -21,6 +21,7 @@ from schemas.errors import ArtifactError, ConfigError, RsipoError
 from schemas.run_directory import RunDirectory
 from stages import estimate_gains, evaluate, replay, rollout
 from stages.stage import Reporter, SilentReporter, StageResult
+from stages.trackers import Trackers
 from stages.workbench import ENVIRONMENT, Workbench, bench_of
 
 STAGE = "loop"
@@ -108,12 +109,17 @@ def run(
     if total < 1:
         raise ConfigError("a loop needs steps", where="--steps", expected=">= 1", found=total)
     with run.lock(), bench_of(run, bench, reporter) as workbench:
-        walk = _Walk(run, total, force, reporter, workbench)
+        trackers = Trackers(run.config.run.trackers, reporter)
+        walk = _Walk(run, total, force, reporter, workbench, trackers)
         walk.announce()
-        walk.evaluate(0)
-        for step in range(1, total + 1):
-            walk.iterate(step)
-            walk.evaluate(step)
+        trackers.start(run.root, run.config.model_dump(mode="json"))
+        try:
+            walk.evaluate(0)
+            for step in range(1, total + 1):
+                walk.iterate(step)
+                walk.evaluate(step)
+        finally:
+            trackers.finish()
         return walk.result()
 
 
@@ -126,6 +132,7 @@ class _Walk:
     force: bool
     reporter: Reporter
     bench: Workbench
+    trackers: Trackers
     worked: int = 0  # stages that did something
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -189,6 +196,7 @@ class _Walk:
         if result.state == "done":
             self.worked += 1
             self._note(entry.name, step, result.summary, time.perf_counter() - started)
+            self.trackers.log(step, entry.name, result.summary)
         return result
 
     def _has_weights(self, step: int) -> bool:
