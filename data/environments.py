@@ -28,12 +28,16 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The answer to one action. `done` ends the episode; `won` is the outcome so far; `score` an optional finer outcome."""
+    """The answer to one action. `done` ends the episode; `won` is the outcome so far; `score` an optional finer outcome.
+
+    `metrics` are further figures of the episode so far, by name; finite numbers that decide nothing and are recorded.
+    """
 
     observation: Observation
     done: bool
     won: bool
     score: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,30 @@ class Environment(Protocol):
 
     def panel(self, source: str, *, limit: int | None = None) -> Panel:
         """Load a panel from a path or a source string of this environment."""
+
+
+@runtime_checkable
+class PreparesSteps(Protocol):
+    """Optional: a world that can do work for many steps at once, such as one request for many look-ups."""
+
+    def prepare(self, steps: Sequence[tuple[Session, str]]) -> None:
+        """Called before these sessions are stepped with these actions. Changes no session; may only make steps faster."""
+
+
+@runtime_checkable
+class CountsWork(Protocol):
+    """Optional: a world that counts what it does."""
+
+    def counters(self) -> Mapping[str, float]:
+        """Totals since the environment was built. They go to `timings`; `x_hits` and `x_misses` are shown as a share."""
+
+
+@runtime_checkable
+class ClosesResources(Protocol):
+    """Optional: a world that holds connections or files."""
+
+    def close(self) -> None:
+        """Called when a stage or loop is done with the environment."""
 
 
 @dataclass(frozen=True)

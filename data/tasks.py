@@ -16,6 +16,7 @@ class Task:
 
     `task_id` is stable across machines (never a file's position in a listing); `task_type` is the pooling key of the
     shrinkage (c(q), method section 2); `text` is the instruction; `payload` is the JSON-serialisable initial state.
+    `labels` describe the task in the record (such as a hop class) and decide nothing: they are not part of the hash.
     """
 
     task_id: str
@@ -23,6 +24,7 @@ class Task:
     split: str
     text: str
     payload: Mapping[str, Any] = field(repr=False)
+    labels: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @cached_property
     def sha256(self) -> str:

@@ -86,7 +86,11 @@ def _column(name: str, field: pa.Field, rows: Sequence[Row]) -> pa.Array:
     if not field.nullable and column.null_count:
         first = column.is_null().index(True).as_py()
         raise ArtifactError("a value is missing", where=f"{where}, row {first}", expected=field.type, found="null")
-    values = column.flatten() if pa.types.is_large_list(field.type) else column
+    values = column
+    if pa.types.is_large_list(field.type):
+        values = column.flatten()
+    elif pa.types.is_map(field.type):
+        values = column.items
     if pa.types.is_floating(values.type) and pc.any(pc.is_nan(values)).as_py():
         raise NumericsError(
             "a value is not a number", where=where, expected="a number, or null for not scored", found="NaN"
@@ -309,7 +313,8 @@ def _concatenate(paths: Sequence[Path], name: str, wanted: pa.Schema, remedy: st
                 part = file.read(columns=wanted.names).select(wanted.names)
         except (OSError, pa.ArrowException) as error:
             raise ArtifactError("a file cannot be read", where=str(path), found=str(error), remedy=remedy) from error
-        parts.append(part.replace_schema_metadata(wanted.metadata))
+        # Parquet names the inner fields of lists and maps its own way; the values are the same.
+        parts.append(part.cast(wanted))
     return pa.concat_tables(parts) if parts else wanted.empty_table()
 
 

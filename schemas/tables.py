@@ -12,6 +12,8 @@ import pyarrow as pa
 TEXT = pa.large_string()
 TOKENS = pa.large_list(pa.int32())
 FLOATS = pa.large_list(pa.float32())
+METRICS = pa.map_(TEXT, pa.float64())
+LABELS = pa.map_(TEXT, TEXT)
 
 _EPISODE = [
     pa.field("step", pa.int32(), nullable=False),
@@ -25,6 +27,8 @@ _EPISODE = [
     pa.field("fingerprint", TEXT),  # null when the environment could not start
     pa.field("won", pa.bool_()),  # null when the episode does not count (environment error)
     pa.field("score", pa.float64()),
+    pa.field("metrics", METRICS),  # further figures by name; null where the environment has none
+    pa.field("labels", LABELS),  # what describes the task, such as its hop class; null where nothing does
     pa.field("turns", pa.int32(), nullable=False),
     pa.field("invalid_turns", pa.int32(), nullable=False),
     pa.field("sampled_tokens", pa.int32(), nullable=False),
@@ -141,7 +145,7 @@ _TIMING = [
     pa.field("value", pa.float64(), nullable=False),
 ]
 
-VERSION = 1
+VERSION = 2
 
 
 def _schema(fields: list[pa.Field], name: str) -> pa.Schema:

@@ -59,6 +59,7 @@ class EpisodeRecord:
     fingerprint: str | None
     won: bool | None
     score: float | None
+    metrics: Mapping[str, float]
     invalid_turns: int
     stop_reason: str
     error: str | None
@@ -84,6 +85,8 @@ class EpisodeRecord:
             "fingerprint": self.fingerprint,
             "won": self.won,
             "score": self.score,
+            "metrics": sorted(self.metrics.items()) or None,
+            "labels": sorted(job.task.labels.items()) or None,
             "turns": len(self.turns),
             "invalid_turns": self.invalid_turns,
             "sampled_tokens": self.sampled_tokens,
@@ -139,6 +142,7 @@ def _episode(
         fingerprint=row["fingerprint"],
         won=row["won"],
         score=row["score"],
+        metrics=dict(row["metrics"] or ()),
         invalid_turns=row["invalid_turns"],
         stop_reason=row["stop_reason"],
         error=row["error"],

@@ -7,14 +7,14 @@ else is alive does not matter. An exception of the environment ends its episode 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.environments import Environment, Observation, ParsedReply, Session, StepResult
-from schemas.errors import EngineError, EnvironmentTimeout, RsipoError
+from data.environments import Environment, Observation, ParsedReply, PreparesSteps, Session, StepResult
+from schemas.errors import EngineError, EnvironmentFault, EnvironmentTimeout, RsipoError
 from stages.engines import Engine, GenerationRequest, GenerationResult
 from stages.episode_records import EpisodeJob, EpisodeRecord, TurnRecord, episodes_from_tables
 from stages.rendering import Renderer, next_prompt_ids
@@ -70,7 +70,8 @@ def play(
             asking = [episode for episode in live.values() if episode.stop_reason is None]
             results = engine.generate([episode.request(temperature) for episode in asking]) if asking else []
             for episode, result in zip(asking, results, strict=True):
-                episode.take(result, temperature)
+                episode.read(result, temperature)
+            _carry_out(environment, asking)
             replies, broken = replies + len(asking), broken + sum(episode.broken for episode in asking)
             ended = [index for index, episode in live.items() if episode.stop_reason is not None]
             for index in ended:
@@ -106,8 +107,10 @@ class _Live:
         self.observation: Observation | None = None
         self.won: bool | None = False
         self.score: float | None = None
+        self.metrics: Mapping[str, float] = {}
         self.turns: list[TurnRecord] = []
         self.sequence: list[int] = []  # append_only: every id so far, prompts and replies
+        self.parsed: ParsedReply | None = None  # the last reply, as read
         self.prompt: list[int] = []  # the ids that this turn adds (append_only) or its whole prompt (window)
         self.stop_reason: str | None = None
         self.error: str | None = None
@@ -117,7 +120,7 @@ class _Live:
             self.observation = self.session.first_observation
             self.fingerprint = self.session.fingerprint
         except Exception as error:  # whatever a world raises is data of its episode
-            self._fail(error)
+            self.fail(error)
         else:
             self._prepare()
 
@@ -128,8 +131,8 @@ class _Live:
             prompt, self.limits.max_reply_tokens, self._turn_seed(), temperature, self.session_name
         )
 
-    def take(self, result: GenerationResult, temperature: float) -> None:
-        """Record the reply, carry it out, and prepare the next prompt or the end."""
+    def read(self, result: GenerationResult, temperature: float) -> None:
+        """Record the reply as the environment reads it; `parsed` is then to be carried out, if the episode goes on."""
         if not all(math.isfinite(logprob) for logprob in result.logprobs):
             self.broken = True
             self._end("env_error", won=None, error="the engine returned a log-probability that is not finite")
@@ -144,10 +147,9 @@ class _Live:
         if cut:
             parsed = ParsedReply(None, "cut")
         self._record(result, temperature, text, parsed)
+        self.parsed = parsed
         if failure is not None:
-            self._fail(failure)
-        else:
-            self._carry_out(parsed)
+            self.fail(failure)
 
     def close(self) -> EpisodeRecord:
         """Close the session; the episode's record."""
@@ -162,6 +164,7 @@ class _Live:
             fingerprint=self.fingerprint,
             won=self.won,
             score=self.score,
+            metrics=self.metrics,
             invalid_turns=sum(not turn.valid for turn in self.turns),
             stop_reason=self.stop_reason or "env_error",
             error=self.error,
@@ -191,17 +194,21 @@ class _Live:
         if self.session_name is not None:
             self.sequence += [*self.prompt, *result.token_ids]
 
-    def _carry_out(self, parsed: ParsedReply) -> None:
-        assert self.session is not None
+    def carry_out(self) -> None:
+        """Step the session with what was read, and prepare the next prompt or the end."""
+        assert self.session is not None and self.parsed is not None
+        parsed = self.parsed
         try:
             if parsed.action is None:
                 answer: StepResult = self.session.reject(parsed.invalid_reason or "invalid")
             else:
                 answer = self.session.step(parsed.action)
+            _check_metrics(answer.metrics)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             return
         self.observation, self.won, self.score = answer.observation, answer.won, answer.score
+        self.metrics = answer.metrics
         if answer.done:
             self._end("done", won=answer.won)
         elif len(self.turns) >= self.limits.max_turns:
@@ -222,7 +229,8 @@ class _Live:
         if not fits or longest > self.context_length:
             self._end("context", won=self.won)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """End the episode with what the world raised; it does not count."""
         timeout = isinstance(error, TimeoutError | EnvironmentTimeout)
         self._end("timeout" if timeout else "env_error", won=None, error=_described(error))
 
@@ -232,6 +240,31 @@ class _Live:
     def _turn_seed(self) -> int:
         """Of the turn being sampled. While it is recorded `turns` does not hold it yet."""
         return derive_seed(self.job.seed, "turn", len(self.turns))
+
+
+def _carry_out(environment: Environment, episodes: Sequence[_Live]) -> None:
+    """Step every episode that goes on, after the environment has seen all the steps to come where it wants to."""
+    going = [episode for episode in episodes if episode.stop_reason is None]
+    if isinstance(environment, PreparesSteps):
+        steps = [
+            (episode.session, episode.parsed.action)
+            for episode in going
+            if episode.session is not None and episode.parsed is not None and episode.parsed.action is not None
+        ]
+        try:
+            environment.prepare(steps)
+        except Exception as error:  # a fault of the world, of every episode in it
+            for episode in going:
+                episode.fail(error)
+            return
+    for episode in going:
+        episode.carry_out()
+
+
+def _check_metrics(metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise EnvironmentFault("a metric is not a finite number", where=name, found=value)
 
 
 def engine_context(engine: Engine) -> int | None:

@@ -28,7 +28,7 @@ from stages.workbench import ENVIRONMENT, Workbench, bench_of
 
 STAGE = "evaluate"
 TABLES = ("eval_turns", "evals")
-REPORT_COLUMNS = ("task_id", "task_type", "won", "turns", "invalid_turns", "stop_reason", "error")
+REPORT_COLUMNS = ("task_id", "task_type", "won", "turns", "invalid_turns", "stop_reason", "error", "metrics", "labels")
 
 # Batch sizes are left out on purpose: they change no outcome.
 DECIDING = (
@@ -141,6 +141,7 @@ def _evaluate(
                 shape=batch_episodes,
             )
             reporter.done()
+            workbench.note_environment_work(watch, reporter)
         finish_parts(run, step, TABLES, kind=STAGE, inputs=inputs, extra=panel_record(run, EVALUATE))
         return StageResult(STAGE, step, "done", summarise(run, step))
 

@@ -95,21 +95,13 @@ def load_panel(run: RunDirectory, name: str) -> Panel:
 
 def encode_panel(panel: Panel) -> bytes:
     """The tasks as JSON lines in panel order, compressed with xz; equal panels give equal bytes."""
-    lines = [
-        json.dumps(
-            {
-                "task_id": task.task_id,
-                "task_type": task.task_type,
-                "split": task.split,
-                "text": task.text,
-                "payload": dict(task.payload),
-            },
-            sort_keys=True,
-            ensure_ascii=False,
-        )
-        for task in panel
-    ]
+    lines = [json.dumps(_fields(task), sort_keys=True, ensure_ascii=False) for task in panel]
     return lzma.compress(("\n".join(lines) + "\n").encode(), preset=6)
+
+
+def _fields(task: Task) -> dict[str, Any]:
+    fields = {**vars(task), "payload": dict(task.payload), "labels": dict(task.labels)}
+    return {name: fields[name] for name in Task.__dataclass_fields__ if name != "labels" or task.labels}
 
 
 def decode_panel(name: str, path: Path) -> Panel:

@@ -85,6 +85,7 @@ def run(
                 reporter=reporter,
             )
             reporter.done()
+            workbench.note_environment_work(watch, reporter)
         check_error_share(run, step, TABLES, limit=run.config.env.max_error_share, stage=STAGE)
         _check_skill_share(run, step, len(groups))
         finish_parts(run, step, TABLES, kind=STAGE, inputs=inputs, extra={"tasks": len(groups), "replays": replays})

@@ -7,7 +7,7 @@ separately: leaving it out would make a broken environment look like a better po
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,8 @@ class EvaluationReport:
     micro: SuccessRate
     macro_rate: float
     by_type: tuple[SuccessRate, ...]
+    by_label: tuple[SuccessRate, ...]  # named `label=value`, of the tasks that carry the label
+    metrics: dict[str, float]  # mean of each metric over all episodes; an episode without it counts as 0
     tasks: int
     attempts: int
     invalid_share: float  # invalid turns / turns
@@ -76,10 +78,12 @@ class EvaluationReport:
     def as_summary(self) -> dict[str, Any]:
         """Plain values for a stage's summary; lists of mappings are tables."""
         types = [{"task_type": rate.name, **_rate_figures(rate)} for rate in self.by_type]
+        labels = [{"label": rate.name, **_rate_figures(rate)} for rate in self.by_label]
         failed = [{"task_id": task_id, "error": error} for task_id, error in self.failed]
         return {
             **_rate_figures(self.micro),
             "macro_success": self.macro_rate,
+            **{f"mean_{name}": value for name, value in self.metrics.items()},
             "tasks": self.tasks,
             "attempts": self.attempts,
             "invalid_share": self.invalid_share,
@@ -87,6 +91,7 @@ class EvaluationReport:
             "stop_reasons": self.stop_reasons,
             "env_errors": len(self.failed),
             "by_type": types,
+            **({"by_label": labels} if labels else {}),
             **({"failed": failed} if failed else {}),
         }
 
@@ -102,16 +107,14 @@ def _rate_figures(rate: SuccessRate) -> dict[str, Any]:
 
 
 def evaluation_report(episodes: pa.Table) -> EvaluationReport:
-    """The report of rows of `evals`; needs the columns task_id, task_type, won, turns, invalid_turns, stop_reason, error.
+    """The report of rows of `evals`; needs the columns task_id, task_type, won, turns, invalid_turns, stop_reason, error,
+    metrics and labels.
 
     Depends on the set of rows alone, not on their order.
     """
     won = episodes["won"].fill_null(False).to_numpy(zero_copy_only=False).astype(bool)
-    types = np.asarray(episodes["task_type"].to_pylist(), dtype=object)
-    by_type = tuple(
-        success_rate(str(name), int(won[types == name].sum()), int((types == name).sum()))
-        for name in sorted(set(types))
-    )
+    by_type = _rates_of(won, [{str(name)} for name in episodes["task_type"].to_pylist()])
+    labels = [{f"{name}={value}" for name, value in row or ()} for row in episodes["labels"].to_pylist()]
     tasks = len(pc.unique(episodes["task_id"]))
     uncounted = episodes.filter(pc.is_null(episodes["won"])).select(["task_id", "error"]).to_pylist()
     turns = int(pc.sum(episodes["turns"]).as_py() or 0)
@@ -119,6 +122,8 @@ def evaluation_report(episodes: pa.Table) -> EvaluationReport:
         micro=success_rate("all", int(won.sum()), len(won)),
         macro_rate=float(np.mean([entry.rate for entry in by_type])) if by_type else math.nan,
         by_type=by_type,
+        by_label=_rates_of(won, labels),
+        metrics=_mean_metrics(episodes["metrics"].to_pylist()),
         tasks=tasks,
         attempts=len(won) // tasks if tasks else 0,
         invalid_share=_share(int(pc.sum(episodes["invalid_turns"]).as_py() or 0), turns),
@@ -126,6 +131,41 @@ def evaluation_report(episodes: pa.Table) -> EvaluationReport:
         stop_reasons=value_counts(episodes["stop_reason"]),
         failed=tuple(sorted((str(row["task_id"]), str(row["error"])) for row in uncounted)),
     )
+
+
+def _rates_of(won: np.ndarray, groups: Sequence[set[str]]) -> tuple[SuccessRate, ...]:
+    """The success rate of every group, in order of the names; an episode counts in each group it is in."""
+    members: dict[str, list[bool]] = {}
+    for outcome, names in zip(won, groups, strict=True):
+        for name in names:
+            members.setdefault(name, []).append(bool(outcome))
+    return tuple(success_rate(name, sum(members[name]), len(members[name])) for name in sorted(members))
+
+
+def _mean_metrics(rows: Sequence[Sequence[tuple[str, float]] | None]) -> dict[str, float]:
+    """Mean over all episodes, zero for an episode that lacks the metric: like success, it must not gain by a fault."""
+    names = sorted({name for row in rows for name, _ in row or ()})
+    return {name: math.fsum(dict(row or ()).get(name, 0.0) for row in rows) / len(rows) for name in names}
+
+
+def counter_text(counters: Mapping[str, float]) -> str:
+    """Counters of an environment on one line; `x_hits` beside `x_misses` becomes a share.
+
+    >>> counter_text({"queries": 12, "cache_hits": 9, "cache_misses": 3})
+    'queries 12, cache 9 of 12 hit (75.0 %)'
+    """
+    parts = []
+    for name, value in counters.items():
+        stem = name.removesuffix("_hits")
+        if name.endswith("_misses") and f"{name.removesuffix('_misses')}_hits" in counters:
+            continue
+        if name.endswith("_hits") and f"{stem}_misses" in counters:
+            asked = value + counters[f"{stem}_misses"]
+            share = f" ({value / asked:.1%})".replace("%", " %") if asked else ""
+            parts.append(f"{stem} {value:g} of {asked:g} hit{share}")
+        else:
+            parts.append(f"{name} {value:g}")
+    return ", ".join(parts)
 
 
 def episode_figures(episodes: pa.Table) -> dict[str, Any]:

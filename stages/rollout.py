@@ -74,6 +74,7 @@ def run(
                 reporter=reporter,
             )
             reporter.done()
+            workbench.note_environment_work(watch, reporter)
         check_error_share(run, step, TABLES, limit=run.config.env.max_error_share, stage=STAGE)
         finish_parts(run, step, TABLES, kind=STAGE, inputs=inputs, extra={"tasks": len(tasks), "group_size": group})
         return StageResult(STAGE, step, "done", summarise(run, step))

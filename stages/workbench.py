@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from data.environments import Environment, EnvironmentSpec
+from data.environments import ClosesResources, CountsWork, Environment, EnvironmentSpec
 from data.tasks import Panel, Task
 from schemas.artifacts import MANIFEST, read_manifest
 from schemas.config import Config
@@ -23,7 +23,8 @@ from schemas.errors import ArtifactError
 from schemas.run_directory import RunDirectory
 from stages import panels
 from stages.checkpoints import load_tokenizer, publish_initial_checkpoint, verify_checkpoint
-from stages.stage import Reporter, SilentReporter
+from stages.reports import counter_text
+from stages.stage import Reporter, SilentReporter, Stopwatch
 
 if TYPE_CHECKING:
     from stages.engines import Engine
@@ -43,6 +44,7 @@ class Workbench:
         self._engine: Engine | None = None
         self._renderers: dict[Path, Renderer] = {}
         self._panels: dict[str, Panel] = {}
+        self._counted: dict[str, float] = {}  # the environment's counters when they were last noted
         self._verified: set[int] = set()  # checkpoints whose bytes were compared with their manifests
 
     def __enter__(self) -> Self:
@@ -90,6 +92,19 @@ class Workbench:
                 f"this run began with environment {recorded['name']} {recorded['version']}; "
                 f"now playing {present.name} {present.version}"
             )
+
+    def note_environment_work(self, watch: Stopwatch, reporter: Reporter) -> None:
+        """Record and show what the environment counted since the last call, where it counts anything."""
+        environment = self.environment
+        if not isinstance(environment, CountsWork):
+            return
+        totals = dict(environment.counters())
+        since = {name: value - self._counted.get(name, 0.0) for name, value in totals.items()}
+        self._counted = totals
+        for name, value in since.items():
+            watch.add(f"{environment.name}_{name}", value)
+        if any(since.values()):
+            reporter.note(f"{environment.name}: {counter_text(since)}")
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -216,7 +231,11 @@ class Workbench:
     learner: Any = None  # the `stages.learner.Learner` that `train_step` keeps here between steps
 
     def close(self) -> None:
-        """Let go of the engine and the learner."""
+        """Let go of the environment, the engine and the learner."""
+        environment = self.__dict__.pop("environment", None)
+        if isinstance(environment, ClosesResources):
+            environment.close()
+            self._counted = {}
         if self._engine is not None:
             self._engine.close()
             self._engine = None

@@ -144,6 +144,8 @@ TYPE_NAMES = {
     "large_list<item: int32>": "list of int32",
     "large_list<item: float>": "list of float32",
     "large_list<item: large_string>": "list of text",
+    "map<large_string, double>": "map of text to float64",
+    "map<large_string, large_string>": "map of text to text",
 }
 
 
@@ -164,6 +166,7 @@ def test_the_record_page_lists_every_column_of_every_table_with_its_type() -> No
 
 
 SAMPLE: Mapping[str, Any] = {"text": "x", "bool": True, "float32": 0.5, "float64": 0.5, "int32": 1, "int64": 1}
+PAIRS: Mapping[str, Any] = {"map of text to float64": [("f1", 0.5)], "map of text to text": [("hops", "2")]}
 IDS = {"episode_id": "r-1", "task_id": "t", "task_type": "heat", "skill_id": "s-1", "source_episode_id": "r-1"}
 
 
@@ -172,6 +175,9 @@ def sample_row(table: str, /, **changes: object) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for field in SCHEMAS[table]:
         kind = TYPE_NAMES[str(field.type)]
+        if kind in PAIRS:
+            row[field.name] = PAIRS[kind]
+            continue
         value = SAMPLE[kind.removeprefix("list of ")]
         row[field.name] = [value] if kind.startswith("list") else value
     return row | {key: value for key, value in IDS.items() if key in row} | changes

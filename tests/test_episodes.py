@@ -244,3 +244,67 @@ def test_household_episodes_play_and_replay_from_the_same_start(module, tokenize
         assert a.fingerprint == b.fingerprint and [t.token_ids for t in a.turns] == [t.token_ids for t in b.turns]
     assert records[0].fingerprint == records[1].fingerprint != records[2].fingerprint
     assert all(record.stop_reason == "max_turns" and record.won is False for record in records)
+
+
+class PreparingWorld(FakeWorld):
+    """A world that is told of the steps to come, and can fail at it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error, self.rounds = error, []
+
+    def prepare(self, steps) -> None:
+        self.rounds.append([(session.task.task_id, action, session.count) for session, action in steps])
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_world_that_prepares_sees_every_step_to_come_of_a_round_before_the_first_is_taken(tokenizer, renderer):
+    world, engine = PreparingWorld(), ScriptedEngine(tokenizer, [("a", "eos"), ("?", "eos"), ("b", "eos")])
+    jobs = [job_of(fake_task("t", reach=2)), job_of(fake_task("u", reach=2))]
+    records = play(engine, world, renderer, jobs, limits=LIMITS, temperature=1.0)
+    assert all(record.won for record in records)
+    assert world.rounds == [[("t", "a", 0), ("u", "a", 0)], [], [("t", "b", 1), ("u", "b", 1)]]
+
+
+def test_a_fault_while_preparing_is_the_fault_of_every_episode_of_the_round(tokenizer, renderer):
+    world, engine = PreparingWorld(RuntimeError("no line")), ScriptedEngine(tokenizer, [("a", "eos")])
+    jobs = [job_of(fake_task("t")), job_of(fake_task("u"))]
+    records = play(engine, world, renderer, jobs, limits=LIMITS, temperature=1.0)
+    assert [(record.stop_reason, record.won, record.error) for record in records] == [
+        ("env_error", None, "RuntimeError: no line")
+    ] * 2
+    assert all(len(record.turns) == 1 for record in records)
+
+
+class MeasuredWorld(FakeWorld):
+    """Every answer carries a metric."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def start(self, task):
+        session = super().start(task)
+        answer = session._answer
+        session._answer = lambda text: dataclasses.replace(answer(text), metrics={"speed": self.value})
+        return session
+
+
+def test_metrics_and_labels_of_an_episode_come_back_from_its_row(tokenizer, renderer):
+    task = dataclasses.replace(fake_task("t"), labels={"hops": "2"})
+    engine = ScriptedEngine(tokenizer, [("a", "eos")])
+    [record] = play(engine, MeasuredWorld(0.25), renderer, [job_of(task)], limits=LIMITS, temperature=1.0)
+    row = record.episode_row(1, "0" * 64)
+    assert record.metrics == {"speed": 0.25}
+    assert (row["metrics"], row["labels"]) == ([("speed", 0.25)], [("hops", "2")])
+    rows = pa.Table.from_pylist([row], SCHEMAS["rollouts"])
+    turns = pa.Table.from_pylist(record.turn_rows(1), SCHEMAS["rollout_turns"])
+    assert episodes_from_tables(rows, turns, {"t": task})[0].metrics == {"speed": 0.25}
+    assert task.sha256 == fake_task("t").sha256
+
+
+def test_a_metric_that_is_no_number_is_a_fault_of_the_world(tokenizer, renderer):
+    engine = ScriptedEngine(tokenizer, [("a", "eos")])
+    [record] = play(engine, MeasuredWorld(math.nan), renderer, [job_of(fake_task("t"))], limits=LIMITS, temperature=1.0)
+    assert record.stop_reason == "env_error" and "speed" in record.error

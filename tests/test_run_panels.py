@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import math
 from collections import Counter
 from pathlib import Path
@@ -15,9 +16,12 @@ from scipy.stats import binomtest
 from data.tasks import Panel, Task
 from schemas.errors import ArtifactError, ConfigError
 from schemas.run_directory import RunDirectory
+from schemas.tables import LABELS, METRICS
 from stages import panels
 from stages.evidence import Candidate, choose_evidence, is_control
 from stages.reports import episode_figures, evaluation_report, wilson_interval
+from stages.stage import SilentReporter, Stopwatch
+from stages.workbench import Workbench
 from tests.small_world import SmallWorld, small_config, small_task
 
 
@@ -157,8 +161,8 @@ def test_wilson_interval_equals_scipys(episodes: int, data: st.DataObject) -> No
 
 def episode_table(rows: list[dict]) -> pa.Table:
     plain = {"task_id": "a", "task_type": "x", "won": True, "turns": 2, "invalid_turns": 0, "stop_reason": "done"}
-    full = [plain | {"error": None, "sampled_tokens": 5} | row for row in rows]
-    kinds = {"won": pa.bool_(), "error": pa.string()}
+    full = [plain | {"error": None, "sampled_tokens": 5, "metrics": None, "labels": None} | row for row in rows]
+    kinds = {"won": pa.bool_(), "error": pa.string(), "metrics": METRICS, "labels": LABELS}
     names = full[0].keys()
     return pa.table({name: pa.array([row[name] for row in full], kinds.get(name)) for name in names})
 
@@ -189,6 +193,23 @@ def test_a_report_counts_an_environment_error_as_not_won_and_names_it() -> None:
     assert evaluation_report(table.take([3, 1, 0, 2])) == report
 
 
+def test_metrics_are_means_over_all_episodes_and_labels_are_rates_of_their_own() -> None:
+    table = episode_table(
+        [
+            {"task_id": "a", "metrics": [("f1", 1.0)], "labels": [("hops", "1")]},
+            {"task_id": "b", "metrics": [("f1", 0.5)], "labels": [("hops", "2")], "won": False},
+            {"task_id": "c", "won": None, "stop_reason": "env_error", "error": "broke", "labels": [("hops", "2")]},
+            {"task_id": "d"},
+        ]
+    )
+    report = evaluation_report(table)
+    assert report.metrics == {"f1": 0.375}
+    assert [(rate.name, rate.wins, rate.episodes) for rate in report.by_label] == [("hops=1", 1, 1), ("hops=2", 0, 2)]
+    summary = report.as_summary()
+    assert summary["mean_f1"] == 0.375 and [row["label"] for row in summary["by_label"]] == ["hops=1", "hops=2"]
+    assert "by_label" not in evaluation_report(episode_table([{}])).as_summary()
+
+
 def test_macro_success_gives_every_type_one_vote() -> None:
     rows = [{"task_id": f"x{n}", "won": True} for n in range(9)] + [{"task_id": "y", "task_type": "y", "won": False}]
     report = evaluation_report(episode_table(rows))
@@ -202,3 +223,43 @@ def test_screen_figures_leave_episodes_that_do_not_count_out_of_success() -> Non
 
 def test_small_tasks_have_stable_hashes() -> None:
     assert small_task(3).sha256 == small_task(3).sha256 != small_task(4).sha256
+
+
+def test_labels_of_tasks_are_kept_in_a_run_s_panel() -> None:
+    task = Task("a", "x", "train", "text", {"n": 1}, {"hops": "2"})
+    plain = Task("b", "x", "train", "text", {"n": 1})
+    content = panels.encode_panel(Panel.of("p", [task, plain]))
+    lines = lzma.decompress(content).decode().splitlines()
+    assert '"labels": {"hops": "2"}' in lines[0] and "labels" not in lines[1]
+
+
+def test_what_an_environment_counts_is_noted_since_the_last_note_and_kept_in_timings(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", small_config(tmp_path))
+    notes: list[str] = []
+    reporter, watch = SilentReporter(), Stopwatch(run, 1, "rollout")
+    reporter.note = notes.append  # type: ignore[method-assign]
+    world = CountingWorld()
+    with Workbench(run) as bench:
+        bench.__dict__["environment"] = world
+        for hits, misses in ((3, 1), (3, 1), (4, 5)):
+            world.totals = {"queries": float(hits + misses), "cache_hits": float(hits), "cache_misses": float(misses)}
+            bench.note_environment_work(watch, reporter)
+    assert notes == [
+        "small: queries 4, cache 3 of 4 hit (75.0 %)",
+        "small: queries 5, cache 1 of 5 hit (20.0 %)",
+    ]
+    assert watch._values == {"small_queries": 9.0, "small_cache_hits": 4.0, "small_cache_misses": 5.0}
+    assert world.closed
+
+
+class CountingWorld(SmallWorld):
+    """A world that counts and holds something."""
+
+    totals: dict[str, float] = {}
+    closed = False
+
+    def counters(self) -> dict[str, float]:
+        return self.totals
+
+    def close(self) -> None:
+        self.closed = True

@@ -51,7 +51,7 @@ def episode(
         )
     job = EpisodeJob(task, index, 0, None, None, f"e-{name}-{index}")
     reason = "env_error" if won is None else "done"
-    return EpisodeRecord(job, "f", won, None, invalid, reason, None, tuple(played), Observation("end"))
+    return EpisodeRecord(job, "f", won, None, {}, invalid, reason, None, tuple(played), Observation("end"))
 
 
 def skill_row(name: str, skill: str | None = SKILL) -> dict[str, Any]:
