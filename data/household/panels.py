@@ -9,10 +9,8 @@ Sources
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,13 +18,14 @@ from data.household.catalog import TASK_TYPES
 from data.household.official_tree import TreeReport, read_tree
 from data.household.panel_file import read_panel, write_panel
 from data.household.scenes import SPLITS
+from data.panel_sources import GENERATED, limit_panel, parse_options, whole_number
 from data.tasks import Panel, Task
 from schemas.errors import ConfigError
 
 __all__ = ["limit_panel", "load_panel", "parse_generated", "read_source", "write_panel"]
 
 LOG = logging.getLogger("rsipo.panels")
-GENERATED, OFFICIAL = "generated:", "alfworld:"
+OFFICIAL = "alfworld:"
 DEFAULTS: Mapping[str, str] = {"size": "small", "split": "valid_seen", "seed": "0", "types": "+".join(TASK_TYPES)}
 EXAMPLE = "generated:size=small,split=valid_seen,seed=7,count=120"
 
@@ -64,44 +63,10 @@ def read_source(source: str) -> tuple[list[Task], TreeReport | None, bool]:
     return read_panel(path), None, False
 
 
-def limit_panel(panel: Panel, limit: int, *, spread: bool = False) -> Panel:
-    """The first `limit` tasks of a panel (all when it has fewer); with `spread`, one of each type in turn."""
-    if isinstance(limit, bool) or limit < 1:
-        raise ConfigError("a panel needs a task", where="limit", expected=">= 1", found=limit)
-    tasks = list(panel.tasks)
-    if spread:
-        by_type: dict[str, list[Task]] = defaultdict(list)
-        for task in tasks:
-            by_type[task.task_type].append(task)
-        turns = [(turn, kind, task) for kind in by_type for turn, task in enumerate(by_type[kind])]
-        tasks = [task for _, _, task in sorted(turns, key=lambda entry: entry[:2])]
-    return Panel.of(panel.name, tasks[:limit])
-
-
 def parse_generated(source: str) -> dict[str, str]:
     """The options of a `generated:` source, defaults filled in. Raises ConfigError naming the option at fault."""
-    known = (*DEFAULTS, "count")
-    options: dict[str, str] = {}
-    for part in source.removeprefix(GENERATED).split(","):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"for example {EXAMPLE}"
-            raise ConfigError(
-                "unknown option of a generated panel",
-                where=source,
-                expected=f"one of {', '.join(known)}",
-                found=repr(name),
-                remedy=remedy,
-            )
-        if not equals or not value:
-            raise ConfigError(f"the option {name} has no value", where=source, expected=f"{name}=...", found=repr(part))
-        if name in options:
-            raise ConfigError(f"the option {name} is given twice", where=source)
-        options[name] = value
-    if "count" not in options:
-        raise ConfigError("the option count is missing", where=source, expected="count=...", remedy=f"as in {EXAMPLE}")
-    return {**DEFAULTS, **options}
+    text = source.removeprefix(GENERATED)
+    return parse_options(text, source, defaults=DEFAULTS, required=("count",), example=EXAMPLE)
 
 
 def _generated(source: str) -> list[Task]:
@@ -110,19 +75,13 @@ def _generated(source: str) -> list[Task]:
     options = parse_generated(source)
     panel = generate_panel(
         source,
-        seed=_whole(options["seed"], "seed", source),
-        count=_whole(options["count"], "count", source),
+        seed=whole_number(options["seed"], "seed", source),
+        count=whole_number(options["count"], "count", source),
         size=options["size"],
         split=options["split"],
         task_types=options["types"].split("+"),
     )
     return list(panel.tasks)
-
-
-def _whole(text: str, name: str, source: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name} is not a number", where=source, expected="a whole number >= 0", found=repr(text))
-    return int(text)
 
 
 def _official_folder(source: str) -> Path:
