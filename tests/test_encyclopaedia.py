@@ -84,7 +84,9 @@ def test_questions_lead_through_their_articles_to_the_answer(world: World):
         for question in world.candidates(data_set, "test"):
             assert len(question.chain) == HOPS[data_set] == len(question.entities) - 1
             assert question.subject in question.text
-            for name, relation, value in zip(question.entities, question.chain, question.entities[1:], strict=True):
+            for name, relation, value in zip(
+                question.entities[:-1], question.chain, question.entities[1:], strict=True
+            ):
                 assert world.entities[name].facts[relation.anchor] == value
             assert question.answer not in question.text
             assert len(question.chain) == 1 or question.answer not in world.entities[question.subject].facts.values()

@@ -38,7 +38,7 @@ ADJECTIVES = _words(
 )
 NOUNS = _words(
     "Anchor Apple Arrow Balcony Barn Basket Beacon Bell Bird Boat Book Bottle Bridge Brook Candle Canyon Castle Chair "
-    "Chapel Cherry Clock Cloak Coin Corner Cottage Crane Crown Cup Dancer Door Dove Dream Drum Echo Engine Falcon Feather "
+    "Chapel Cherry Clock Cloak Coin Corner Cottage Compass Crane Crown Dancer Door Dove Dream Drum Echo Engine Falcon Feather "
     "Fence Ferry Field Flame Flute Forest Fountain Fox Garden Gate Glove Harbour Harp Harvest Hill Horse House Island "
     "Journey Kettle Key Kite Ladder Lake Lamp Lantern Letter Lion Map Meadow Mill Mirror Moon Mountain Needle Oak Ocean "
     "Orchard Owl Palace Path Pilgrim Pillar Raven Ribbon River Road Rose Sailor Shadow Ship Shore Song Sparrow Star "
