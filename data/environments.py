@@ -15,7 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 from data.tasks import Panel, Task
 from schemas.errors import ConfigError
 
-BUILTIN: dict[str, str] = {"household": "data.household.environment:HouseholdEnvironment"}
+BUILTIN: dict[str, str] = {
+    "household": "data.household.environment:HouseholdEnvironment",
+    "search": "data.search.environment:SearchEnvironment",
+}
 
 
 @dataclass(frozen=True)

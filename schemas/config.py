@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 CONFIG_VERSION: Literal[1] = 1
 
 # What the package has under a name; everything else is an import string. The classes are where schemas cannot look.
-ENVIRONMENTS = ("household",)
+ENVIRONMENTS = ("household", "search")
 ENGINES = ("transformers", "vllm")
 ADVANTAGES = ("grpo", "opid", "rlsd")
 GATES = ("constant", "sigmoid")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -32,6 +32,7 @@ PACKAGES = ("data", "rsipo_cli", "schemas", "stages")
 _CODE_SUFFIXES = {".py", ".jinja", ".txt"}
 
 Origins = dict[tuple[str, ...], str]
+Options = TypeVar("Options", bound=BaseModel)
 
 
 def load_config(preset: str | None = None, file: Path | None = None, sets: Sequence[str] = ()) -> Config:
@@ -184,19 +185,32 @@ def config_from_mapping(data: Mapping[str, Any], origins: Origins | None = None)
         raise _config_error(dict(first), origins or {}) from error
 
 
+def options_from_mapping(model: type[Options], data: Mapping[str, Any], prefix: str) -> Options:
+    """Validate the options of a plug-in, which stand below the key `prefix`. Raises ConfigError for the first fault."""
+    try:
+        return model.model_validate(dict(data), strict=True)
+    except ValidationError as error:
+        first = dict(error.errors(include_url=False)[0])
+        first["loc"] = (*prefix.split("."), *first["loc"])
+        raise _config_error(first, {}, tuple(f"{prefix}.{key}" for key in keys_of(model))) from error
+
+
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _TYPES = {"int": "an integer", "float": "a number", "string": "text", "bool": "true or false", "dict": "a table"}
 
 
-def _config_error(fault: dict[str, Any], origins: Origins) -> ConfigError:
+def _config_error(fault: dict[str, Any], origins: Origins, known: Sequence[str] | None = None) -> ConfigError:
+    """The fault of a validation in words; `known` are the keys that there are (default: those of Config)."""
     path = tuple(str(part) for part in fault["loc"])
     key = ".".join(path)
-    below = (source for known, source in origins.items() if known[: len(path)] == path)
+    below = (source for written, source in origins.items() if written[: len(path)] == path)
     origin = origins.get(path) or next(below, None)
     where = f"{key}, from {origin}" if key and origin else key or origin
     if fault["type"] == "extra_forbidden":
-        near = _nearest_key(path)
+        near = _nearest_key(path, all_keys() if known is None else known)
         return ConfigError("unknown key", where=where, remedy=f"did you mean {near}?" if near else None)
+    if fault["type"] == "missing":
+        return ConfigError("a key is missing", where=where, remedy="set it")
     if fault["type"] == "value_error":
         return ConfigError(str(fault["ctx"]["error"]), where=where)
     context = fault.get("ctx", {})
@@ -226,9 +240,8 @@ def _described(value: object) -> str:
     return f"{names.get(type(value), type(value).__name__)} {value!r}"[:120]
 
 
-def _nearest_key(path: tuple[str, ...]) -> str | None:
+def _nearest_key(path: tuple[str, ...], known: Sequence[str]) -> str | None:
     """The known key closest to an unknown one: in the same section first, then by its last part anywhere."""
-    known = all_keys()
     parent = ".".join(path[:-1])
     siblings = sorted(
         {name.split(".")[len(path) - 1] for name in known if name.startswith(f"{parent}." if parent else "")}
@@ -247,14 +260,17 @@ def _nearest_key(path: tuple[str, ...]) -> str | None:
 @cache
 def all_keys() -> tuple[str, ...]:
     """Every dotted key of the configuration, in the order of its definition."""
+    return tuple(keys_of(Config))
+
+
+def keys_of(model: type[BaseModel]) -> list[str]:
+    """The dotted keys of a model and of the models in it, in the order of their definition."""
     keys: list[str] = []
-    for name, section in Config.model_fields.items():
-        inner = section.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            keys.extend(f"{name}.{key}" for key in inner.model_fields)
-        else:
-            keys.append(name)
-    return tuple(keys)
+    for name, field in model.model_fields.items():
+        kinds = (field.annotation, *typing.get_args(field.annotation))
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        keys += [name] if inner is None else [f"{name}.{key}" for key in keys_of(inner)]
+    return keys
 
 
 def dump_toml(config: Config) -> str:
