@@ -7,8 +7,6 @@ state to save, to restore or to exhaust.
 
 from __future__ import annotations
 
-import json
-import lzma
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from data.environments import Environment
+from data.panel_lines import compressed, encode_lines, read_lines
 from data.tasks import Panel, Task
 from schemas.artifacts import FileEntry, Manifest, file_errors, sha256_file, sha256_json, write_file
 from schemas.errors import ArtifactError, ConfigError
@@ -90,33 +89,12 @@ def load_panel(run: RunDirectory, name: str) -> Panel:
             found=f"sha256 {found[:12]}",
             remedy="copy it back, or start a new run directory",
         )
-    return decode_panel(record.extra["source"], path)
+    return read_lines(path, record.extra["source"])
 
 
 def encode_panel(panel: Panel) -> bytes:
     """The tasks as JSON lines in panel order, compressed with xz; equal panels give equal bytes."""
-    lines = [json.dumps(_fields(task), sort_keys=True, ensure_ascii=False) for task in panel]
-    return lzma.compress(("\n".join(lines) + "\n").encode(), preset=6)
-
-
-def _fields(task: Task) -> dict[str, Any]:
-    fields = {**vars(task), "payload": dict(task.payload), "labels": dict(task.labels)}
-    return {name: fields[name] for name in Task.__dataclass_fields__ if name != "labels" or task.labels}
-
-
-def decode_panel(name: str, path: Path) -> Panel:
-    """Inverse of `encode_panel`. Raises ArtifactError naming the line that cannot be read."""
-    try:
-        lines = lzma.decompress(path.read_bytes()).decode().splitlines()
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise ArtifactError("cannot read a panel of the run", where=str(path), found=str(error)) from error
-    tasks = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            tasks.append(Task(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ArtifactError("damaged task in a panel", where=f"{path}, line {number}", found=str(error)) from error
-    return Panel.of(name, tasks)
+    return compressed(encode_lines(panel))
 
 
 def steps_per_epoch(panel_size: int, per_step: int) -> int:
