@@ -19,11 +19,10 @@ from schemas.config import Config
 from schemas.run_directory import RunDirectory
 from schemas.table_io import finish_step, write_part
 from schemas.tables import SCHEMAS
-from stages.engines import GenerationRequest, GenerationResult
 from stages.episodes import EpisodeJob, Limits, play
 from stages.rendering import Renderer, turn_prompt_ids
+from tests.doc_examples import DOCS, ScriptedEngine, example
 
-DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
 
@@ -207,31 +206,13 @@ def test_queries_of_the_record_page_find_rows_in_a_record(tmp_path: Path) -> Non
 # --- environments
 
 
-class Guesser:
-    """An engine that says what a script tells it, turn by turn."""
-
-    weights_sha256 = "0" * 64
-
-    def __init__(self, tokenizer: Any, renderer: Renderer, script: Sequence[str]) -> None:
-        self.tokenizer, self.end, self.script, self.asked = tokenizer, renderer.eos_ids[0], script, 0
-
-    def generate(self, requests: Sequence[GenerationRequest], on_tokens: object = None) -> list[GenerationResult]:
-        text = self.script[self.asked]
-        self.asked += 1
-        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end]
-        return [GenerationResult(ids, [-0.1] * len(ids), "eos") for _ in requests]
-
-    def end_sessions(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("mode", ["window", "append_only"])
 def test_the_example_environment_plays_as_it_stands(
     mode: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [example] = blocks("environments.md", "python")
-    assert len(example.splitlines()) < 80
-    (tmp_path / "guessing.py").write_text(example)
+    code = example("environments.md", "guessing.py")
+    assert len(code.splitlines()) < 80
+    (tmp_path / "guessing.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     environment = EnvironmentSpec("guessing:GuessingEnvironment").build()
     panel = environment.panel("count=20")
@@ -241,7 +222,7 @@ def test_the_example_environment_plays_as_it_stands(
     skill = "Halve what is left each time."
     records = [
         play(
-            Guesser(tokenizer, renderer, script),  # type: ignore[arg-type]
+            ScriptedEngine(tokenizer, renderer, script),  # type: ignore[arg-type]
             environment,
             renderer,
             [EpisodeJob(task, 0, 7, chosen, chosen and "s", "e")],
