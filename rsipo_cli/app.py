@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from rsipo_cli import doctor, estimate_gains, evaluate, failures, loop, replay, rollout, sft_skills, train_step
+from rsipo_cli import doctor, estimate_gains, evaluate, failures, index, loop, replay, rollout, sft_skills, train_step
 from schemas import __version__
 
 # Plain help texts: `[P]` in a help text is not markup, and golden copies do not depend on a terminal's width.
@@ -33,6 +33,7 @@ app.command("estimate-gains")(estimate_gains.estimate_gains)
 app.command("train-step")(train_step.train_step)
 app.command("evaluate")(evaluate.evaluate)
 app.command("doctor")(doctor.doctor)
+app.add_typer(index.app, name="index")
 if importlib.util.find_spec("rsipo_cli.tasks") is not None:
     app.add_typer(importlib.import_module("rsipo_cli.tasks").app, name="tasks")
 

@@ -182,6 +182,13 @@ def print_result(result: StageResult, *, as_json: bool, stream: TextIO | None = 
         console.print(escape(visible(f"next: {next_command}")), soft_wrap=True)
 
 
+def print_facts(title: str, facts: Mapping[str, object], *, stream: TextIO | None = None) -> None:
+    """A heading and named values on stdout; a mapping becomes a group of rows."""
+    console = _console(stream)
+    console.print(escape(visible(title)), soft_wrap=True)
+    _print_pairs(console, facts)
+
+
 def print_plan(config: Config, plan: Mapping[str, Any], *, as_json: bool, stream: TextIO | None = None) -> None:
     """The resolved configuration and its plan on stdout, as TOML with comments or as JSON."""
     from schemas.config_loading import dump_toml
