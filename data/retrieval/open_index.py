@@ -1,0 +1,34 @@
+"""An index directory of any kind becomes the retriever that reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.retrieval import Retriever
+from schemas.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from data.retrieval.index_directory import IndexDirectory
+
+
+def retriever_of(index: IndexDirectory) -> Retriever:
+    """The retriever of an open index. Raises ArtifactError for a kind that this release does not know."""
+    if index.kind == "bm25":
+        from data.retrieval.bm25 import Bm25Retriever
+
+        return Bm25Retriever(index)
+    if index.kind == "dense":
+        from data.retrieval.dense import DenseRetriever
+
+        return DenseRetriever(index)
+    raise ArtifactError(
+        "unknown kind of index", expected="bm25 or dense", found=repr(index.kind), remedy="build it with this release"
+    )
+
+
+def open_retriever(path: Path | str) -> Retriever:
+    """Open the index directory at `path`. Raises ArtifactError when it is missing, damaged or of an unknown kind."""
+    from data.retrieval.index_directory import IndexDirectory
+
+    return retriever_of(IndexDirectory.open(Path(path)))
