@@ -7,17 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.panel_sources import GENERATED, parse_options, whole_number
 from data.retrieval import Answer, Retriever
 from data.retrieval.cache_home import cache_home
 from data.search.options import RetrieverOptions, SearchOptions
-from schemas.artifacts import sha256_json
+from schemas.artifacts import MANIFEST, sha256_json
+from schemas.config_loading import code_version
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from data.retrieval.cache import CachedRetriever
     from data.retrieval.index_directory import IndexDirectory
 
-GENERATED = "generated:"
+WORLD_DEFAULTS = {"articles": "3000", "seed": "1"}
+WORLD_EXAMPLE = "generated:articles=3000,seed=1"
 URL_VARIABLE = "RSIPO_RETRIEVER_URL"
 
 
@@ -116,12 +119,15 @@ def _local(chosen: RetrieverOptions) -> tuple[Retriever, Callable[[], str | None
 
 
 def generated_index(source: str) -> IndexDirectory:
-    """The BM25 index of a generated encyclopaedia, made in the cache directory when it is not there yet."""
+    """The BM25 index of a generated encyclopaedia, made in the cache directory where this release has not yet made it."""
     from data.retrieval.build import build_index_from
-    from data.search.encyclopaedia import GENERATOR_REVISION, generate_world
-    from data.search.panels import parse_world
+    from data.retrieval.index_directory import IndexDirectory
+    from data.search.encyclopaedia import generate_world
 
-    articles, seed = parse_world(source)
-    name = sha256_json({"articles": articles, "seed": seed, "generator": GENERATOR_REVISION})[:16]
+    options = parse_options(source.removeprefix(GENERATED), source, defaults=WORLD_DEFAULTS, example=WORLD_EXAMPLE)
+    articles, seed = (whole_number(options[name], name, source) for name in ("articles", "seed"))
+    name = sha256_json({"articles": articles, "seed": seed, "code": code_version()})[:16]
     path = cache_home() / "indexes" / f"generated-{articles}-{seed}-{name}"
-    return build_index_from(lambda: generate_world(seed, articles).passages, path)
+    if (path / MANIFEST).is_file():
+        return IndexDirectory.open(path)
+    return build_index_from(generate_world(seed, articles).passages, path)
