@@ -19,7 +19,9 @@ from rsipo_cli import options
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+BUNDLED = ("household-tiny",)
 LEAST_FREE_BYTES = 500_000_000
+EXTRAS = ("dense", "express", "vllm")  # what a user may want besides; `dev` is for working on rsipo
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ def findings() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     for requirement, optional in _requirements():
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "vllm"}):
+        if requirement.marker is not None and not any(
+            requirement.marker.evaluate({"extra": extra}) for extra in ("", *EXTRAS)
+        ):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
@@ -82,7 +86,8 @@ def _requirements() -> list[tuple[Requirement, bool]]:
     pyproject = Path(__file__).parent.parent / "pyproject.toml"
     if pyproject.is_file():
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-        extras = project.get("optional-dependencies", {}).get("vllm", [])
+        optional = project.get("optional-dependencies", {})
+        extras = [line for extra in EXTRAS for line in optional.get(extra, [])]
         return [(Requirement(line), False) for line in project["dependencies"]] + [
             (Requirement(line), True) for line in extras
         ]
@@ -130,15 +135,38 @@ def _golden_game() -> str:
     return f"{environment.version}: won in {len(plan)} commands"
 
 
-def _bundled_policy() -> str:
+def _golden_question() -> str:
+    """One question about a generated encyclopaedia, answered with what BM25 finds for its subject."""
+    import tempfile
+
+    from data.retrieval.build import build_index_from
+    from data.retrieval.open_index import retriever_of
+    from data.search.encyclopaedia import MIN_ARTICLES, generate_world
+    from schemas.errors import EnvironmentFault
+
+    world = generate_world(7, MIN_ARTICLES)
+    question = next(iter(world.candidates("gen-people", "train")))
+    with tempfile.TemporaryDirectory() as folder:
+        retriever = retriever_of(build_index_from(world.passages, Path(folder) / "index"))
+        [answer] = retriever.search([question.subject], 3)
+        retriever.close()
+    if isinstance(answer, Exception):
+        raise answer
+    if not any(question.answer in hit.passage.text for hit in answer):
+        raise EnvironmentFault("the golden question's article was not found", found=f"{len(answer)} passages")
+    return f"found among {MIN_ARTICLES} articles by BM25"
+
+
+def _bundled_policies() -> str:
     from importlib import resources
 
-    folder = resources.files("data") / "policies" / options.DEFAULT_PRESET
-    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    absent = sorted({"config.json", "model.safetensors", "tokenizer.json"} - names)
-    if absent:
-        raise FileNotFoundError(f"the package lacks {', '.join(absent)} of policy {options.DEFAULT_PRESET}")
-    return f"{options.DEFAULT_PRESET} is in the package"
+    for name in BUNDLED:
+        folder = resources.files("data") / "policies" / name
+        names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+        absent = sorted({"config.json", "model.safetensors", "tokenizer.json"} - names)
+        if absent:
+            raise FileNotFoundError(f"the package lacks {', '.join(absent)} of policy {name}")
+    return f"in the package: {', '.join(BUNDLED)}"
 
 
 def _disk() -> str:
@@ -165,7 +193,8 @@ def _household_data() -> str:
 _CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("torch computes", _torch),
     ("golden game", _golden_game),
-    ("bundled policy", _bundled_policy),
+    ("golden question", _golden_question),
+    ("bundled policies", _bundled_policies),
     ("household data", _household_data),
     ("disk", _disk),
     ("threads", _threads),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What can be made again (generated indexes, caches) is kept apart from the user's; subprocesses inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RSIPO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("RSIPO_RETRIEVER_URL", raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")
