@@ -12,7 +12,7 @@ import typer
 from rsipo_cli.options import Quiet
 
 if TYPE_CHECKING:
-    from data.retrieval import Hit, Retriever
+    from data.retrieval import Hit
     from data.retrieval.index_directory import IndexDirectory
 
 app = typer.Typer(
@@ -60,7 +60,9 @@ def build(
     quiet: Quiet = False,
 ) -> None:
     """Build an index of passages; a killed build goes on where it was when the same command runs again."""
-    from data.retrieval.build import Corpus, ensure_index, recipe_of
+    from data.retrieval.build import ensure_index
+    from data.retrieval.corpus import Corpus
+    from data.retrieval.recipes import recipe_of
     from data.retrieval.sources import Columns
     from rsipo_cli.console import make_reporter
 
@@ -86,7 +88,9 @@ def search(
     json_: AsJson = False,
 ) -> None:
     """Print the passages that answer a query best, best first."""
-    retriever = _retriever(_open(directory))
+    from data.retrieval.open_index import open_retriever
+
+    retriever = open_retriever(directory)
     try:
         answer = retriever.search([query], topk)[0]
     finally:
@@ -116,16 +120,6 @@ def _open(directory: Path) -> IndexDirectory:
     return IndexDirectory.open(directory)
 
 
-def _retriever(index: IndexDirectory) -> Retriever:
-    if index.kind == "dense":
-        from data.retrieval.dense import DenseRetriever
-
-        return DenseRetriever(index)
-    from data.retrieval.bm25 import Bm25Retriever
-
-    return Bm25Retriever(index)
-
-
 def _facts(index: IndexDirectory) -> dict[str, Any]:
     settings = dict(index.settings)
     if "stop_words" in settings:
@@ -137,6 +131,7 @@ def _facts(index: IndexDirectory) -> dict[str, Any]:
         "index_id": index.index_id,
         "corpus_sha256": index.corpus_sha256,
         **index.figures,
+        **index.sources,
         "setting": {name: value for name, value in settings.items() if name != "kind"},
     }
 

@@ -77,6 +77,11 @@ class IndexDirectory:
         return dict(self.manifest.extra["settings"])
 
     @property
+    def sources(self) -> dict[str, str]:
+        """What it was made with by name, such as the embedding model: no part of its identity."""
+        return dict(self.manifest.extra["sources"])
+
+    @property
     def figures(self) -> dict[str, Any]:
         """Sizes of the index, for people."""
         return dict(self.manifest.extra["figures"])

@@ -10,8 +10,12 @@ import hashlib
 import itertools
 import json
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from data.retrieval import Passage
 from data.retrieval.sources import DEFAULT_COLUMNS, Block, Columns, block_bytes_for, checked_paths, read_blocks
@@ -26,33 +30,51 @@ def read_passages(
 ) -> Iterator[Passage]:
     """The passages of JSON lines (plain, gzip, xz) or Parquet files, in order, in bounded memory.
 
-    Raises ArtifactError that names file and line for a record that is no passage, for an empty corpus and, with `unique`,
-    for an id that comes twice (which costs 8 bytes for each passage; the two places are then looked up).
+    Raises ArtifactError that names file and line for a record that is no passage and, once all is read, for an empty corpus
+    and, with `unique`, for an id that comes twice (which costs 8 bytes for each passage).
     """
     checked = checked_paths(paths)
-    seen: set[int] = set()
-    count = 0
+    hashes = array("Q")
     for block in read_blocks(checked, block_bytes_for(checked), columns):
-        for number, passage in parse_block(block, columns):
-            count += 1
-            if unique:
-                short = int.from_bytes(id_hash(passage.passage_id), "little")
-                if short in seen:
-                    _refuse_repeated(checked, columns, passage.passage_id, block.place(number))
-                seen.add(short)
+        for _, passage in parse_block(block, columns):
+            hashes.append(int.from_bytes(id_hash(passage.passage_id), "little") if unique else 0)
             yield passage
-    if not count:
+    if not hashes:
         raise empty_corpus(checked)
+    if unique and (pairs := repeated_numbers(np.frombuffer(hashes, np.uint64))):
+        _refuse_repeated(checked, columns, pairs)
 
 
-def _refuse_repeated(paths: Sequence[os.PathLike[str]], columns: Columns, passage_id: str, second: str) -> None:
-    """Raise for the first place of an id that came again at `second`; nothing when only its hash came again."""
-    for block in read_blocks(checked_paths(paths), block_bytes_for(checked_paths(paths)), columns):
-        for number, passage in parse_block(block, columns):
-            if block.place(number) == second:
-                return
-            if passage.passage_id == passage_id:
-                raise repeated_id(passage_id, block.place(number), second)
+def _refuse_repeated(paths: Sequence[Path], columns: Columns, pairs: Sequence[tuple[int, int]]) -> None:
+    """Read the passages again that have equal id hashes; raises for the first two whose ids are equal."""
+    wanted = {number for pair in pairs for number in pair}
+    found: dict[int, tuple[str, str]] = {}
+    number = 0
+    for block in read_blocks(paths, block_bytes_for(paths), columns):
+        for line, passage in parse_block(block, columns):
+            if number in wanted:
+                found[number] = passage.passage_id, block.place(line)
+            number += 1
+    for first, second in pairs:
+        if found[first][0] == found[second][0]:
+            raise repeated_id(found[first][0], found[first][1], found[second][1])
+
+
+def repeated_numbers(hashes: np.ndarray) -> list[tuple[int, int]]:
+    """Pairs of passage numbers with equal id hashes, ascending by the second; equal hashes may still be different ids."""
+    ordered = np.sort(hashes)
+    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(twice):
+        return []
+    places = np.flatnonzero(np.isin(hashes, twice))
+    first: dict[int, int] = {}
+    pairs = []
+    for place in places.tolist():
+        # Of an id that comes many times each place is paired with the first: one pair is enough for the message.
+        earlier = first.setdefault(int(hashes[place]), place)
+        if earlier != place:
+            pairs.append((earlier, place))
+    return pairs
 
 
 def repeated_id(passage_id: str, first: str, second: str) -> ArtifactError:
@@ -65,7 +87,7 @@ def repeated_id(passage_id: str, first: str, second: str) -> ArtifactError:
     )
 
 
-def empty_corpus(paths: Sequence[os.PathLike[str]] | None) -> ArtifactError:
+def empty_corpus(paths: Sequence[Path] | None) -> ArtifactError:
     """The error for a corpus without passages."""
     where = None if paths is None else ", ".join(str(path) for path in paths)
     return ArtifactError("the corpus has no passage", where=where, expected="at least one passage")
@@ -196,7 +218,25 @@ def blocks_of(passages: Iterable[Passage]) -> Iterator[Block]:
     """Passages of this process as blocks, as if they came from a file with the columns id, title and text."""
     first, iterator = 1, iter(passages)
     while chunk := list(itertools.islice(iterator, _BLOCK_PASSAGES)):
-        rows = ({"id": p.passage_id, "title": p.title, "text": p.text} for p in chunk)
-        content = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-        yield Block("passages in memory", first, "lines", content, 0)
+        yield _block_of(chunk, "the given passages", first, 0)
         first += len(chunk)
+
+
+def regrouped(blocks: Iterable[Block], columns: Columns, size: int) -> Iterator[Block]:
+    """The same passages in blocks of `size`, wherever the files end, with `Columns("id", "title", "text")`."""
+    first, waiting = 1, []
+    last: Block | None = None
+    for block in blocks:
+        last = block
+        for _, passage in parse_block(block, columns):
+            waiting.append(passage)
+            if len(waiting) == size:
+                yield _block_of(waiting, block.path, first, block.position)
+                first, waiting = first + size, []
+    if waiting and last is not None:
+        yield _block_of(waiting, last.path, first, last.position)
+
+
+def _block_of(passages: Sequence[Passage], path: str, first: int, position: int) -> Block:
+    rows = ({"id": p.passage_id, "title": p.title, "text": p.text} for p in passages)
+    return Block(path, first, "lines", b"".join(json.dumps(row).encode() + b"\n" for row in rows), position, "passage")

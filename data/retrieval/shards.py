@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,10 +75,11 @@ class Shard:
             return np.fromfile(self.path, kind, max(0, end - start), offset=offset + start * kind.itemsize)
 
 
-def stage_block(block: Block, columns: Columns, folder: Path, key: str, stop_words: tuple[str, ...] | None) -> Path:
-    """Parse and count one block and publish its shard. Raises ArtifactError for a record that is no passage.
+def passage_arrays(block: Block, columns: Columns) -> tuple[dict[str, np.ndarray], list[str]]:
+    """What every shard holds of its passages, and their searched texts. Raises ArtifactError for what is no passage.
 
-    With `stop_words` None only the passages are kept, not their words.
+    `text`: id, title and text of each, one after the other; `ends`: int64, where each of these fields ends; `digests`: 32
+    bytes each; `id_hashes`: uint64; `numbers`: int64, their lines or rows.
     """
     fields: list[bytes] = []
     digests, hashes, numbers, texts = [], [], [], []
@@ -88,8 +89,7 @@ def stage_block(block: Block, columns: Columns, folder: Path, key: str, stop_wor
         digests.append(passage_digest(*parts))
         hashes.append(id_hash(passage.passage_id))
         numbers.append(number)
-        if stop_words is not None:
-            texts.append(indexed_text(passage))
+        texts.append(indexed_text(passage))
     arrays = {
         "text": np.frombuffer(b"".join(fields), np.uint8),
         "ends": np.cumsum(np.fromiter(map(len, fields), np.int64, len(fields))),
@@ -97,18 +97,19 @@ def stage_block(block: Block, columns: Columns, folder: Path, key: str, stop_wor
         "id_hashes": np.frombuffer(b"".join(hashes), np.uint64),
         "numbers": np.array(numbers, np.int64),
     }
-    if stop_words is not None:
-        counted = WordCounts(texts, stop_words)
-        arrays |= {
-            "words": np.frombuffer(b"\n".join(counted.words), np.uint8),
-            "starts": counted.starts,
-            "texts": counted.texts,
-            "counts": counted.counts,
-            "lengths": counted.lengths,
-        }
-    path = shard_path(folder, key)
-    write_shard(path, arrays)
-    return path
+    return arrays, texts
+
+
+def word_arrays(texts: Sequence[str], stop_words: Iterable[str]) -> dict[str, np.ndarray]:
+    """What a shard of a BM25 index also holds, see `WordCounts`; `words` are joined by line feeds."""
+    counted = WordCounts(texts, stop_words)
+    return {
+        "words": np.frombuffer(b"\n".join(counted.words), np.uint8),
+        "starts": counted.starts,
+        "texts": counted.texts,
+        "counts": counted.counts,
+        "lengths": counted.lengths,
+    }
 
 
 def shard_path(folder: Path, key: str) -> Path:
@@ -163,19 +164,3 @@ def drop_staging(folder: Path) -> None:
     """Remove a staging folder whose index was published."""
     shutil.rmtree(folder, ignore_errors=True)
     fsync_path(folder.parent)
-
-
-def repeated_numbers(hashes: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs of passage numbers with equal id hashes, ascending by the second; equal hashes may still be different ids."""
-    ordered = np.sort(hashes)
-    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    if not len(twice):
-        return []
-    places = np.flatnonzero(np.isin(hashes, twice))
-    first: dict[int, list[int]] = {}
-    pairs = []
-    for place in places.tolist():
-        earlier = first.setdefault(int(hashes[place]), [])
-        pairs.extend((other, place) for other in earlier)
-        earlier.append(place)
-    return pairs

@@ -43,19 +43,15 @@ DEFAULT_COLUMNS = Columns()
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive records of one file: JSON lines, or an Arrow stream. `first` is the number of its first line or row, from 1;
-    `position` how many bytes of the file were read when it was cut."""
+    """Consecutive records of one file: JSON lines, or an Arrow stream. `first` is the number of its first record, counted in
+    `unit` from 1; `position` how many bytes of the file were read when it was cut."""
 
     path: str
     first: int
     format: Literal["lines", "rows"]
     content: bytes
     position: int
-
-    @property
-    def unit(self) -> str:
-        """What a record's number counts."""
-        return "line" if self.format == "lines" else "row"
+    unit: Literal["line", "row", "passage"] = "line"
 
     def place(self, number: int) -> str:
         """Where the record with this number lies, for a message."""
@@ -153,7 +149,7 @@ def _rows(path: Path, file: IO[bytes], columns: Columns) -> Iterator[Block]:
             with pa.ipc.new_stream(sink, batch.schema) as writer:
                 writer.write_batch(batch)
             done = first - 1 + batch.num_rows
-            yield Block(str(path), first, "rows", sink.getvalue().to_pybytes(), size * done // rows)
+            yield Block(str(path), first, "rows", sink.getvalue().to_pybytes(), size * done // rows, "row")
             first += batch.num_rows
     except pa.ArrowException as error:
         raise ArtifactError(

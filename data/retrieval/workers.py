@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from multiprocessing import connection
 from typing import TypeVar
 
@@ -95,7 +96,7 @@ def _settled(block: Block, result: Future[Result] | Result) -> tuple[Block, Resu
 
 
 def _empty(block: Block) -> Block:
-    return Block(block.path, block.first, block.format, b"", block.position)
+    return replace(block, content=b"")
 
 
 def _start_worker() -> None:
