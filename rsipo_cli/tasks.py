@@ -1,27 +1,24 @@
-"""`rsipo tasks generate | list | check`: make, look at and prove panels of household games."""
+"""`rsipo tasks generate | build | list | check`: make, look at and check panels of any environment."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from data.tasks import Panel, Task
-
-app = typer.Typer(
-    help="Make, list and check panels of household games.", no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(help="Make, list and check panels of tasks.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 SOURCE_HELP = (
-    "A panel file (JSON lines, plain or .xz), a directory of official games, alfworld:SPLIT, or "
-    "generated:size=small,split=valid_seen,seed=7,count=120."
+    "household: a panel file (JSON lines, plain or .xz), a directory of official games, alfworld:SPLIT, or "
+    "generated:size=small,split=valid_seen,seed=7,count=120. search: a question table (.parquet), "
+    "generated:articles=3000,seed=1,split=train,count=512, or sets:nq:train+hotpotqa:dev=FILE,count=500. "
+    "Other environments: their own."
 )
 Source = Annotated[str, typer.Argument(help=SOURCE_HELP)]
-Limit = Annotated[int | None, typer.Option(help="Only the first N games, taken from the types in turn.")]
+OptionalSource = Annotated[str | None, typer.Argument(help=SOURCE_HELP)]
+Env = Annotated[str, typer.Option("--env", metavar="NAME", help="household, search or module:Class.")]
+Limit = Annotated[int | None, typer.Option(help="Only the first N tasks, taken from the types in turn.")]
 
 
 @app.command()
@@ -33,124 +30,100 @@ def generate(
     seed: Annotated[int, typer.Option(help="The stream of games; the same seed gives the same games.")] = 0,
     types: Annotated[str | None, typer.Option(help="Task types joined by + or commas (default: all six).")] = None,
 ) -> None:
-    """Generate games, each proved solvable, and write them as one panel file."""
+    """Generate household games, each proved solvable, and write them as one panel file."""
     from data.household.catalog import TASK_TYPES
     from data.household.generator import generate_games
-    from data.household.panel_file import write_panel
     from data.tasks import Panel
+    from rsipo_cli.task_panels import HOUSEHOLD, summary, watched, write_panel
 
     names = [name.strip() for name in (types or "+".join(TASK_TYPES)).replace(",", "+").split("+")]
     games = generate_games(seed=seed, count=count, size=size, split=split, task_types=names)
-    panel = Panel.of(str(out), list(_with_progress(games, count, "generating")))
-    write_panel(panel, out)
-    typer.echo(f"{out}: {len(panel)} games, sha256 {panel.sha256}")
-    typer.echo(_type_counts(panel))
+    panel = Panel.of(str(out), list(watched(games, "generating", "games", total=count)))
+    write_panel(HOUSEHOLD, panel, out)
+    typer.echo(f"{out}: {summary(HOUSEHOLD, panel)}")
+
+
+@app.command()
+def build(
+    out: Annotated[Path, typer.Option(help="The file to write: .parquet for search, .jsonl or .jsonl.xz otherwise.")],
+    source: OptionalSource = None,
+    env: Env = "household",
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME:SPLIT[=FILE]", help="A data set, from the hub or a local copy; repeatable."
+        ),
+    ] = None,
+    count: Annotated[int | None, typer.Option(help="How many questions of each data set (default: all).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Which questions --count chooses.")] = None,
+    hub: Annotated[
+        str | None, typer.Option(metavar="own|flashrag", help="Each set's own repository, or the FlashRAG collection.")
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(metavar="MAPPING", help="Columns of local files, as question=query,answers=gold.aliases,id=key."),
+    ] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave rows without question or answer out.")] = False,
+    limit: Limit = None,
+) -> None:
+    """Load a source, or data sets given by --set, and write the panel as one file."""
+    from rsipo_cli.task_panels import check_suffix, load_panel, sets_source, summary, write_panel
+
+    wanted = {"count": count, "seed": seed, "hub": hub, "bad": "skip" if skip_bad else None}
+    source = sets_source(env, source, sets or [], wanted, columns)
+    check_suffix(env, out)
+    panel = load_panel(env, source, limit)
+    write_panel(env, panel, out)
+    typer.echo(f"{out}: {summary(env, panel)}")
 
 
 @app.command("list")
 def list_(
     source: Source,
+    env: Env = "household",
     json_: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     limit: Limit = None,
 ) -> None:
-    """List the games of a panel: id, type, split, instruction, hash; then the panel's hash and counts."""
-    panel = _load(source, limit)
+    """List the tasks of a panel: id, type, split, text, hash; then the panel's hash and counts."""
+    from rsipo_cli.task_panels import as_json, line_of, load_panel, summary
+
+    panel = load_panel(env, source, limit)
     if json_:
-        typer.echo(_as_json(panel))
+        typer.echo(as_json(env, panel))
         return
     for task in panel:
-        typer.echo("\t".join((task.task_id, task.task_type, task.split, _escaped(task.text), task.sha256[:16])))
-    typer.echo(f"{len(panel)} games, sha256 {panel.sha256}")
-    typer.echo(_type_counts(panel))
+        typer.echo(line_of(task))
+    typer.echo(summary(env, panel))
 
 
 @app.command()
 def check(
     source: Source,
-    stock: Annotated[bool, typer.Option("--stock", help="Also play each plan on the stock engine (slow).")] = False,
+    env: Env = "household",
+    stock: Annotated[bool, typer.Option("--stock", help="household: play each plan on the stock engine too.")] = False,
+    index: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="search: how often this index finds a gold answer.")
+    ] = None,
+    topk: Annotated[int, typer.Option(min=1, help="search: how many passages a question may look at.")] = 3,
     limit: Limit = None,
 ) -> None:
-    """Load every game and prove it solvable by playing the oracle's plan. Exits with 1 when a game is bad."""
-    from data.household.oracle import oracle_plan, solvability_fault
-    from data.household.panels import limit_panel, read_source
-    from data.tasks import Panel
+    """Check every task of a panel. Exits with 1 when one is bad.
 
-    tasks, report, whole = read_source(source)
-    panel = Panel.of(source, tasks)
-    panel = panel if limit is None else limit_panel(panel, limit, spread=True)
-    bad: list[str] = []
-    lengths: list[int] = []
-    for task in _with_progress(panel, len(panel), "checking"):
-        fault = solvability_fault(task)
-        if fault is None and stock:
-            fault = _stock_fault(task, oracle_plan(task))
-        if fault is None:
-            lengths.append(len(oracle_plan(task)))
-        else:
-            bad.append(f"{task.task_id}: {fault}")
-    bad += list(report.bad) if report is not None else []
-    for line in bad:
-        typer.echo(f"bad: {_escaped(line)}")
-    for line in report.warnings(whole_splits=whole) if report is not None else ():
-        typer.echo(f"note: {_escaped(line)}", err=True)
-    mean = f", {sum(lengths) / len(lengths):.1f} commands at the mean" if lengths else ""
-    typer.echo(f"{len(lengths)} of {len(lengths) + len(bad)} games are good{mean}; sha256 {panel.sha256}")
-    typer.echo(_type_counts(panel))
-    if bad:
+    household: the oracle's plan wins. search: questions and answers are usable. Others: a task starts the same twice.
+    """
+    from rsipo_cli import task_checks
+    from rsipo_cli.task_panels import HOUSEHOLD, SEARCH
+    from schemas.errors import ConfigError
+
+    for option, given, belongs in (("--stock", stock, HOUSEHOLD), ("--index", index is not None, SEARCH)):
+        if given and env != belongs:
+            raise ConfigError(f"{option} belongs to another environment", where="--env", expected=belongs, found=env)
+    if env == HOUSEHOLD:
+        outcome = task_checks.check_games(source, limit, stock=stock)
+    elif env == SEARCH:
+        outcome = task_checks.check_questions(source, limit, index=index, topk=topk)
+    else:
+        outcome = task_checks.check_starts(env, source, limit)
+    task_checks.show(env, outcome)
+    if outcome.bad:
         raise typer.Exit(1)
-
-
-def _load(source: str, limit: int | None) -> Panel:
-    from data.household.panels import load_panel
-
-    return load_panel(source, limit=limit, spread=True)
-
-
-def _stock_fault(task: Task, commands: list[str]) -> str | None:
-    """Why the stock engine does not win the game with these commands; None when it does."""
-    from data.household.stock import StockSession
-
-    session = StockSession(task, version="")
-    try:
-        for command in commands:
-            if session.step(command).won:
-                return None
-        return "the stock engine does not win with the plan"
-    finally:
-        session.close()
-
-
-def _as_json(panel: Panel) -> str:
-    import json
-
-    rows = [
-        {
-            "id": task.task_id,
-            "type": task.task_type,
-            "split": task.split,
-            "text": task.text,
-            "sha256": task.sha256,
-        }
-        for task in panel
-    ]
-    counts = dict(sorted(Counter(task.task_type for task in panel).items()))
-    return json.dumps({"sha256": panel.sha256, "games": len(panel), "types": counts, "tasks": rows}, indent=1)
-
-
-def _type_counts(panel: Panel) -> str:
-    counts = sorted(Counter(task.task_type for task in panel).items())
-    return ", ".join(f"{name} {count}" for name, count in counts)
-
-
-def _escaped(text: str) -> str:
-    """Text from a file, on one line and without control characters."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _with_progress(tasks: Iterable[Task], total: int, what: str) -> Iterable[Task]:
-    """Yield `tasks` while a bar on standard error (only on a terminal) shows how far it is."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(tasks, description=what, total=total, console=console, transient=True, disable=not console.is_terminal)

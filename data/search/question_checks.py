@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from data.retrieval import Hit, Retriever
@@ -52,8 +52,10 @@ class Recall:
         return self.found / self.asked
 
 
-def recall_by_set(retriever: Retriever, tasks: Sequence[Task], topk: int) -> Iterable[tuple[int, list[Recall]]]:
-    """Yield how many questions are done and the recall so far by data set, sorted; the last one is the result.
+def recall_by_set(
+    retriever: Retriever, tasks: Sequence[Task], topk: int, *, advance: Callable[[int], object] = lambda questions: None
+) -> list[Recall]:
+    """The recall of each data set, sorted by its name; `advance` is told of questions as they are done.
 
     The question itself is the query, and a passage answers when it holds a gold answer, both normalised, as whole words.
     Raises the retriever's fault when a query is not answered.
@@ -67,7 +69,8 @@ def recall_by_set(retriever: Retriever, tasks: Sequence[Task], topk: int) -> Ite
                 raise answer
             asked[task.task_type] += 1
             found[task.task_type] += holds_answer(answer, task.payload["answers"])
-        yield start + len(batch), [Recall(name, asked[name], found[name]) for name in sorted(asked)]
+        advance(len(batch))
+    return [Recall(name, asked[name], found[name]) for name in sorted(asked)]
 
 
 def holds_answer(hits: Sequence[Hit], answers: Sequence[str]) -> bool:
