@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 
 from data.environments import Observation, Turn
@@ -21,6 +20,7 @@ from data.household.demonstrator import GOOD_PLANS, TOOLS, Demonstrator, Plan, b
 from data.household.driver import HouseholdSession
 from data.household.generator import generate_task
 from data.household.skill_texts import skill_reply, skill_text, vague_skill
+from data.policies.conversations import Conversation, Message
 from data.prompts.household import CompactPrompts
 from data.tasks import Task
 from stages.seeds import derive_seed
@@ -34,18 +34,6 @@ RENAMED_SHARE = 0.6
 DRILL_SHARE = 0.25
 DRILL_QUESTIONS = 8
 KEPT_NAMES = frozenset({*TOOLS.values(), "desklamp"})  # the tools' names carry meaning
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message; `loss` marks what the policy is to learn to say."""
-
-    role: str
-    content: str
-    loss: bool
-
-
-Conversation = list[Message]
 
 
 def example(seed: int, index: int, *, size: str = "small", split: str = "train") -> Conversation:

@@ -1,35 +1,36 @@
-"""The bundled policy's tokenizer: byte-level BPE whose merges make every word of the household's text one token.
+"""The bundled policies' tokenizers: byte-level BPE whose merges make every word of a policy's world one token.
 
-Lossless on any text (bytes are the fallback), with `<think>`/`<action>` tags and the three chat markers as single tokens.
+Lossless on any text (bytes are the fallback), with the tags of the reply format and the three chat markers as single tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 MARKERS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
-TAGS = ("<think>", "</think>", "<action>", "</action>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
-def train_tokenizer(texts: Iterable[str], extra_words: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Train on `texts` plus `extra_words` (each also with a leading space), weighted so that whole words become tokens."""
+def train_tokenizer(
+    texts: Iterable[str], extra_words: Iterable[str], tags: Sequence[str], vocabulary: int
+) -> PreTrainedTokenizerFast:
+    """Train on the words of `texts` plus `extra_words` (with a leading space where that belongs to the token).
+
+    `tags` become one token each; `vocabulary` is the number of tokens besides them. Every word counts alike."""
     words: Counter[str] = Counter()
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     for text in texts:
-        for tag in TAGS:
+        for tag in tags:
             text = text.replace(tag, "\n")
         words.update(text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text))
-    for word in extra_words:
-        words[word] += 50
-        words[" " + word] += 50
+    words.update(extra_words)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +42,7 @@ def train_tokenizer(texts: Iterable[str], extra_words: Iterable[str], vocabulary
     )
     # Rare words count as much as frequent ones: what matters is that each is one token.
     tokenizer.train_from_iterator((word for word in sorted(words) for _ in range(20)), trainer=trainer)
-    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|end|>",
