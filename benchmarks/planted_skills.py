@@ -1,6 +1,6 @@
 """Does the method behave? Planted skills of known worth go through the real stages; gain and trust must say what they are.
 
-On generated small games of all six types the policy plays G episodes a task without a skill (stage `rollout`). Then, for
+On held-out generated tasks of all types of a preset's world the policy plays G episodes a task without a skill (stage `rollout`). Then, for
 every condition, it plays K episodes a task from the same state with a planted skill in its context: the table `skills` is
 written here instead of by the policy, `replays` are real episodes, and the stage `estimate-gains` does the rest.
 
@@ -9,7 +9,7 @@ written here instead of by the policy, `replays` are real episodes, and the stag
     vague    advice that says nothing about the goal    trust near 1
     none     no skill in the context: no effect at all  trust near 1
 
-    python benchmarks/planted_skills.py [--tasks 48] [--group-size 8] [--replays 8] [--seed 0] [--model PATH] [--json]
+    python benchmarks/planted_skills.py [--preset household-tiny] [--tasks 48] [--group-size 8] [--replays 8] [--seed 0]
 
 "To be sure" means two standard errors of the mean raw gain over tasks. That error serves the shrunk gain, too: shrinkage
 moves tasks to their type's mean and leaves the overall mean about where it was, so the spread of shrunk gains says nothing
@@ -33,8 +33,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data.household.demonstrator import GOOD_PLANS, bad_plans
-from data.household.skill_texts import skill_text, vague_skill
+from data.household import demonstrator as household
+from data.household import skill_texts as household_texts
+from data.search import demonstrator as search
+from data.search import skill_texts as search_texts
 from data.tasks import Task
 from rsipo_cli.console import json_text, make_reporter
 from rsipo_cli.failures import guarded
@@ -53,7 +55,10 @@ from stages.workbench import Workbench
 STEP = 1
 EXPECTED = {"good": "helps", "harmful": "harms", "vague": "nothing", "none": "nothing"}
 SURE = 2.0  # standard errors
-
+HELD_OUT = {  # by environment: tasks on which the policy was not trained, all types in turn
+    "household": "generated:size=small,split=valid_seen,seed={seed},count={tasks}",
+    "search": "generated:articles=3000,seed=1,split=test,count={tasks},draw={seed}",
+}
 
 TaskGroup = tuple[Task, list[EpisodeRecord]]  # a task and its episodes without a skill
 
@@ -87,11 +92,21 @@ class Verdict:
 def planted_skill(condition: str, task: Task, seed: int) -> str:
     """The text planted for a task; empty for the condition `none`."""
     rng = random.Random(derive_seed(seed, "planted", condition, task.task_id))
-    if condition == "good":
-        return skill_text(GOOD_PLANS[task.task_type], rng)
+    if condition == "none":
+        return ""
+    if task.task_type in household.GOOD_PLANS:
+        if condition == "vague":
+            return household_texts.vague_skill(rng)
+        steps = household.GOOD_PLANS[task.task_type]
+        if condition == "harmful":
+            steps = rng.choice(household.bad_plans(task.task_type))
+        return household_texts.skill_text(steps, rng)
+    if condition == "vague":
+        return search_texts.vague_skill(rng)
+    searches = search.good_plan(task.task_type)
     if condition == "harmful":
-        return skill_text(rng.choice(bad_plans(task.task_type)), rng)
-    return vague_skill(rng) if condition == "vague" else ""
+        searches = rng.choice(search.bad_plans(task.task_type))
+    return search_texts.skill_text(searches, rng)
 
 
 def judge(figures: Figures, *, trust_slope: float, tolerance: float) -> Verdict:
@@ -251,9 +266,10 @@ def _success(run: RunDirectory, table: str) -> float:
 
 def measure(options: argparse.Namespace, out: Path, reporter: Reporter) -> tuple[list[Figures], float]:
     """Play and estimate all conditions below `out`; their figures, and the slope of trust in the shrunk gain."""
+    held_out = HELD_OUT[load_config(options.preset).env.name].format(seed=options.seed, tasks=options.tasks)
     settings = [
-        f"model.path={options.model}",
-        f"tasks.train=generated:size=small,split=valid_seen,seed={options.seed},count={options.tasks}",
+        *([f"model.path={options.model}"] if options.model else []),
+        f"tasks.train={held_out}",
         f"tasks.per_step={options.tasks}",
         f"rollout.group_size={options.group_size}",
         f"replay.replays={options.replays}",
@@ -296,9 +312,9 @@ def table_text(figures: Sequence[Figures], verdicts: Sequence[Verdict]) -> str:
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", default="bundled:household-tiny", help="HF directory, hub name or bundled:NAME")
+    parser.add_argument("--model", help="HF directory, hub name or bundled:NAME; default: the preset's")
     parser.add_argument("--preset", default="household-tiny", metavar="NAME")
-    parser.add_argument("--tasks", type=int, default=48, help="generated small games, the six types in turn")
+    parser.add_argument("--tasks", type=int, default=48, help="held-out tasks, the types in turn")
     parser.add_argument(
         "--group-size", type=int, default=8, help="G, episodes a task without a skill; half are controls"
     )
@@ -323,10 +339,12 @@ def main() -> None:
     verdicts = [judge(entry, trust_slope=slope, tolerance=options.tolerance) for entry in figures]
     if options.json:
         rows = [asdict(entry) | asdict(verdict) for entry, verdict in zip(figures, verdicts, strict=True)]
-        facts = {name: getattr(options, name) for name in ("model", "tasks", "group_size", "replays", "seed")}
+        facts = {name: getattr(options, name) for name in ("preset", "model", "tasks", "group_size", "replays", "seed")}
         print(json_text(facts | {"conditions": rows}))
     else:
-        print(f"{options.model}: {options.tasks} tasks, G = {options.group_size}, seed {options.seed}")
+        print(
+            f"{options.model or options.preset}: {options.tasks} tasks, G = {options.group_size}, seed {options.seed}"
+        )
         print(table_text(figures, verdicts))
     sys.exit(0 if all(verdict.good for verdict in verdicts) else 1)
 
