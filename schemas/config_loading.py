@@ -60,8 +60,9 @@ def override_config(config: Config, sets: Sequence[str]) -> Config:
 
 
 def _with_settings(data: dict[str, Any], origins: Origins, sets: Sequence[str]) -> Config:
-    for setting in sets:
-        path, value = parse_setting(setting)
+    parsed = [(setting, *parse_setting(setting)) for setting in sets]
+    _start_options_anew(data, origins, [(path, value) for _, path, value in parsed])
+    for setting, path, value in parsed:
         _put(data, path, value)
         origins[path] = f"--set {setting}"
     return config_from_mapping(data, origins)
@@ -93,9 +94,24 @@ def _merge(data: dict[str, Any], origins: Origins, text: str, source: str) -> No
     except tomllib.TOMLDecodeError as error:
         raise ConfigError("not valid TOML", where=source, found=str(error), remedy="correct the file") from error
     lines = _key_lines(text)
-    for path, value in _leaves(parsed):
+    leaves = _leaves(parsed)
+    _start_options_anew(data, origins, leaves)
+    for path, value in leaves:
         _put(data, path, value)
         origins[path] = f"{source}:{lines[path]}" if path in lines else source
+
+
+def _start_options_anew(data: dict[str, Any], origins: Origins, leaves: Sequence[tuple[tuple[str, ...], Any]]) -> None:
+    """Forget options of an earlier source for an environment or engine that `leaves` replace: they belonged to that one."""
+    for section in ("env", "engine"):
+        earlier = data.get(section)
+        names = [value for path, value in leaves if path == (section, "name")]
+        if not names or not isinstance(earlier, dict) or "options" not in earlier:
+            continue
+        if names[-1] != earlier.get("name", Config.model_fields[section].annotation().name):  # type: ignore[misc]
+            del earlier["options"]
+            for path in [path for path in origins if path[:2] == (section, "options")]:
+                del origins[path]
 
 
 def _leaves(table: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:

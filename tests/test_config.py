@@ -315,3 +315,17 @@ def test_the_code_version_is_the_same_in_every_process_and_changes_with_the_code
         file.write("# changed\n")
     assert version("1") != first
     assert code_version() == code_version()
+
+
+def test_another_environment_starts_from_no_options_and_keeps_those_that_come_with_its_name(tmp_path: Path) -> None:
+    assert load_config("household-tiny", None, []).env.options == {"prompts": "compact"}
+    changed = load_config("household-tiny", None, ["env.name=my.world:World"])
+    assert changed.env.options == {}
+    both = load_config("household-tiny", None, ["env.options.size=3", "env.name=my.world:World"])
+    assert both.env.options == {"size": 3}
+    same = load_config("household-tiny", None, ["env.name=household", "env.options.driver=stock"])
+    assert same.env.options == {"prompts": "compact", "driver": "stock"}
+    file = tmp_path / "own.toml"
+    file.write_text('[env]\nname = "my.world:World"\n[env.options]\nlevel = 2\n')
+    assert load_config("household-tiny", file, ["env.options.size=3"]).env.options == {"level": 2, "size": 3}
+    assert override_config(both, ["env.name=household"]).env.options == {}
