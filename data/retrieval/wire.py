@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.retrieval import Hit, Passage
+from data.retrieval.passages import split_contents
 
 SHOWN_CHARACTERS = 120  # of foreign text in a message
 
@@ -60,22 +61,8 @@ def single_request(query: str, topk: int) -> dict[str, Any]:
     return {"query": clean(query), "topk": topk, "return_scores": True}
 
 
-def split_contents(contents: str) -> tuple[str, str]:
-    """Title and text of a passage as wiki-18 holds it: the quoted title on the first line, the text below.
-
-    >>> split_contents('"Ada Lovelace"\\nAn English mathematician.')
-    ('Ada Lovelace', 'An English mathematician.')
-    >>> split_contents("No title here.")
-    ('', 'No title here.')
-    """
-    first, newline, rest = contents.partition("\n")
-    if not newline or not rest.strip():
-        return "", contents.strip()
-    return first.strip().strip('"').strip(), rest.strip()
-
-
 def join_contents(passage: Passage) -> str:
-    """The inverse of `split_contents`, as servers of the protocol send it."""
+    """The inverse of `data.retrieval.passages.split_contents`, as servers of the protocol send it."""
     return f'"{passage.title}"\n{passage.text}'
 
 
