@@ -1,15 +1,17 @@
 """Is learning real? Train with a preset, read the held-out curve from the record, compare first and last checkpoint.
 
 1. `rsipo loop` in a process of its own, begun or continued; its wall-clock time is measured (not with `--skip-training`).
-2. The curve from `RUN/evals` and `RUN/timings`: printed, and written to `docs/learning-curve.csv` and `.svg`.
-3. First and last checkpoint, paired task by task: on the run's held-out panel, on generated full-size games, and on a file
-   of real games. Exact McNemar test on the tasks that one of the two won and the other did not.
+2. The curve from `RUN/evals` and `RUN/timings`: printed, and written to `docs/learning-curve.csv` and `.svg` (preset
+   household-tiny; the name of any other preset is added to those of its files).
+3. First and last checkpoint, paired task by task: on the run's held-out panel, and elsewhere: on generated full-size games
+   and a file of real games, or on questions about an encyclopaedia that no step of the run has searched. Exact McNemar test
+   on the tasks that one of the two won and the other did not.
 
     python benchmarks/learning_curve.py --run runs/learning-curve --steps 100 [--set A.B=C] \\
         [--real ../shared/alfworld/valid_seen.jsonl.xz] [--skip-training]
 
 All evaluations sample at the run's `evaluate.temperature`. Full-size and real games get more turns and a longer context
-than small rooms (`FULL_SIZE`), before and after alike. "Minutes" of a checkpoint are those of every stage that came before
+than small rooms (`FULL_SIZE`), before and after alike; another encyclopaedia comes with its own index. "Minutes" of a checkpoint are those of every stage that came before
 it, earlier evaluations included, its own not; generating the panels, loading, and attempts that were killed are in the
 wall-clock time alone. Exit code 1 when the held-out success rises by less than 25 points or training took over an hour.
 """
@@ -49,9 +51,16 @@ from stages.stage import Reporter
 from stages.workbench import Workbench
 
 ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_PRESET = "household-tiny"
 FULL_PANEL = "generated:size=full,split=valid_seen,seed=3,count=100"
+OTHER_WORLD = "generated:articles=3000,seed=2"
 FULL_SIZE = ("env.max_turns=30", "prompt.max_prompt_tokens=2016", "prompt.max_episode_tokens=2048")
 REQUIRED_POINTS, REQUIRED_MINUTES = 25.0, 60.0
+# By environment: the panel that is compared besides the run's own, and the settings it is played with.
+ELSEWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "household": (FULL_PANEL, FULL_SIZE),
+    "search": (f"{OTHER_WORLD},split=test,count=200", (f"env.options.retriever.index={OTHER_WORLD}",)),
+}
 DURATIONS = "learning-curve.jsonl"  # in RUN/logs: one line per training process
 
 
@@ -241,10 +250,12 @@ def wall_clock_minutes(run: RunDirectory, last: int) -> float | None:
     return seconds / 60 if reached == last else None
 
 
-def evaluate_elsewhere(run: RunDirectory, panel: str, steps: Sequence[int], reporter: Reporter) -> Comparison:
+def evaluate_elsewhere(
+    run: RunDirectory, panel: str, settings: Sequence[str], steps: Sequence[int], reporter: Reporter
+) -> Comparison:
     """Both checkpoints on another panel, in a directory beside the run; what is there and unchanged is not repeated."""
-    config = override_config(run.config, FULL_SIZE)
-    out = run.root.with_name(f"{run.root.name}-{sha256_json([panel, *FULL_SIZE])[:8]}")
+    config = override_config(run.config, settings)
+    out = run.root.with_name(f"{run.root.name}-{sha256_json([panel, *settings])[:8]}")
     for step in steps:
         reporter.note(f"checkpoint {step} on {panel}")
         evaluate.run(run, step, out=out, config=config, panel=panel, reporter=reporter, force=True)
@@ -265,10 +276,12 @@ def publish(points: Sequence[CurvePoint], run: RunDirectory, options: argparse.N
         f"weights: {weights}; wall-clock time of the training with its evaluations: {spent}",
     ]
     options.docs.mkdir(parents=True, exist_ok=True)
-    (options.docs / "learning-curve.csv").write_text(curve_csv(points, comments), encoding="utf-8")
-    title = f"Success on {panel['tasks']} held-out games, preset {options.preset}"
+    name = "learning-curve" if options.preset == DEFAULT_PRESET else f"learning-curve-{options.preset}"
+    (options.docs / f"{name}.csv").write_text(curve_csv(points, comments), encoding="utf-8")
+    what = {"household": "games", "search": "questions"}.get(run.config.env.name, "tasks")
+    title = f"Success on {panel['tasks']} held-out {what}, preset {options.preset}"
     subtitle = f"{panel['source']}, no skill in context, temperature {run.config.evaluate.temperature:g}"
-    (options.docs / "learning-curve.svg").write_text(curve_svg(points, title, subtitle), encoding="utf-8")
+    (options.docs / f"{name}.svg").write_text(curve_svg(points, title, subtitle), encoding="utf-8")
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -276,11 +289,10 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--run", type=Path, default=Path("runs/learning-curve"), metavar="DIR")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--preset", default="household-tiny", metavar="NAME")
+    parser.add_argument("--preset", default=DEFAULT_PRESET, metavar="NAME")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="passed on to rsipo loop")
     parser.add_argument("--skip-training", action="store_true", help="only report on what the run holds")
-    parser.add_argument("--full", default=FULL_PANEL, metavar="SOURCE", help="panel of full-size games")
-    parser.add_argument("--real", metavar="FILE", help="panel of real games; not compared when not given")
+    parser.add_argument("--real", metavar="FILE", help="household: panel of real games; not compared when not given")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", metavar="DIR", help="where the curve is written")
     parser.add_argument("--quiet", action="store_true", help="no progress of the comparisons on stderr")
     return parser.parse_args(arguments)
@@ -305,9 +317,11 @@ def main() -> None:
     good, verdict = judge(points, wall)
     print(f"{'wall-clock time' if wall is not None else 'time of the stages'}: {verdict}\n", flush=True)
     found = [compare(panel_record(run, EVALUATE)["source"], outcomes(run, 0), outcomes(run, last))]
-    found += [evaluate_elsewhere(run, panel, (0, last), reporter) for panel in (options.full, options.real) if panel]
+    panels = [ELSEWHERE[run.config.env.name]] if run.config.env.name in ELSEWHERE else []
+    panels += [(options.real, FULL_SIZE)] if options.real else []
+    found += [evaluate_elsewhere(run, panel, settings, (0, last), reporter) for panel, settings in panels]
     print(comparison_text(found, 0, last))
-    if not options.real:
+    if run.config.env.name == "household" and not options.real:
         print("  real games: not compared, no file given (--real FILE)")
     sys.exit(0 if good else 1)
 
