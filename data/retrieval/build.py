@@ -86,6 +86,9 @@ def ensure_index(
     target = Path(os.path.realpath(Path(out).expanduser()))
     existing = _existing(target, force)
     if existing is not None and _is_up_to_date(existing, corpus, recipe, count, reporter, force):
+        if staging_folder(target).exists():  # killed after it had published
+            with staging(target) as folder:
+                drop_staging(folder)
         return existing, "up_to_date"
     with file_errors(target):
         make_directory(target.parent)
@@ -119,7 +122,7 @@ def _is_up_to_date(
 ) -> bool:
     was, now = index.settings, recipe.settings
     changed = [
-        f"{name} (was {was.get(name, 'none')}, is {now.get(name, 'none')})"
+        f"{name} (was {str(was.get(name, 'none'))[:40]}, is {str(now.get(name, 'none'))[:40]})"
         for name in sorted({*was, *now})
         if was.get(name) != now.get(name)
     ]

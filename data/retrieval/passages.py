@@ -41,40 +41,27 @@ def read_passages(
             yield passage
     if not hashes:
         raise empty_corpus(checked)
-    if unique and (pairs := repeated_numbers(np.frombuffer(hashes, np.uint64))):
-        _refuse_repeated(checked, columns, pairs)
+    if unique and len(numbers := suspects(np.frombuffer(hashes, np.uint64))):
+        _refuse_repeated(checked, columns, set(numbers.tolist()))
 
 
-def _refuse_repeated(paths: Sequence[Path], columns: Columns, pairs: Sequence[tuple[int, int]]) -> None:
-    """Read the passages again that have equal id hashes; raises for the first two whose ids are equal."""
-    wanted = {number for pair in pairs for number in pair}
-    found: dict[int, tuple[str, str]] = {}
-    number = 0
+def _refuse_repeated(paths: Sequence[Path], columns: Columns, numbers: set[int]) -> None:
+    """Read the passages again that have equal id hashes; raises for the first id that comes again."""
+    seen: dict[str, str] = {}
+    count = 0
     for block in read_blocks(paths, block_bytes_for(paths), columns):
         for line, passage in parse_block(block, columns):
-            if number in wanted:
-                found[number] = passage.passage_id, block.place(line)
-            number += 1
-    for first, second in pairs:
-        if found[first][0] == found[second][0]:
-            raise repeated_id(found[first][0], found[first][1], found[second][1])
+            if count in numbers:
+                if passage.passage_id in seen:
+                    raise repeated_id(passage.passage_id, seen[passage.passage_id], block.place(line))
+                seen[passage.passage_id] = block.place(line)
+            count += 1
 
 
-def repeated_numbers(hashes: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs of passage numbers with equal id hashes, ascending by the second; equal hashes may still be different ids."""
+def suspects(hashes: np.ndarray) -> np.ndarray:
+    """Numbers of the passages whose id hash (uint64) another one has, ascending; their ids may still be different."""
     ordered = np.sort(hashes)
-    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    if not len(twice):
-        return []
-    places = np.flatnonzero(np.isin(hashes, twice))
-    first: dict[int, int] = {}
-    pairs = []
-    for place in places.tolist():
-        # Of an id that comes many times each place is paired with the first: one pair is enough for the message.
-        earlier = first.setdefault(int(hashes[place]), place)
-        if earlier != place:
-            pairs.append((earlier, place))
-    return pairs
+    return np.flatnonzero(np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]]))
 
 
 def repeated_id(passage_id: str, first: str, second: str) -> ArtifactError:

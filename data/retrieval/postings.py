@@ -7,8 +7,10 @@ passage and one range of postings, and every byte is read and written once.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -59,22 +61,22 @@ def merge_postings(
 
     `advance` is told how many postings were written. Raises ArtifactError when no passage has a word.
     """
-    vocabulary, places = _vocabulary(shards)
+    vocabulary = _vocabulary(shards)
     if not vocabulary:
         raise ArtifactError("no passage of the corpus has a word that is searched", expected="words beside stop words")
     lengths = np.concatenate([shard.array("lengths") for shard in shards])
-    starts = [shard.array("starts") for shard in shards]
     # The first column is the empty word, which bm25s expects to be there and which no passage holds.
     frequencies = np.zeros(len(vocabulary) + 1, np.int64)
-    for place, start in zip(places, starts, strict=True):
-        frequencies[place + 1] += np.diff(start)
+    columns_of = _columns(shards, vocabulary, target.parent)
+    for shard, own in zip(shards, columns_of, strict=True):
+        frequencies[own] += np.diff(shard.array("starts"))
     pointers = np.concatenate([np.zeros(1, np.int64), np.cumsum(frequencies)])
     total = int(pointers[-1])
     scores = _Scores(lengths, frequencies, k1, b)
     with file_errors(target):
         with ArrayFile(target / DATA, "<f4", (total,)) as data, ArrayFile(target / INDICES, "<i4", (total,)) as indices:
             for low, high in _ranges(pointers, range_postings):
-                numbers, counts = _gather(shards, places, starts, pointers, low, high)
+                numbers, counts = _gather(shards, columns_of, pointers, low, high)
                 columns = np.repeat(np.arange(low, high), frequencies[low:high])
                 data.append(scores.of(columns, numbers, counts))
                 indices.append(numbers)
@@ -88,12 +90,33 @@ def merge_postings(
     return {"words": len(vocabulary), "postings": total, "mean_words": float(scores.mean_length)}
 
 
-def _vocabulary(shards: Sequence[Shard]) -> tuple[list[bytes], list[np.ndarray]]:
-    """All words, ascending, and for each shard the number of each of its words."""
-    of_shard = [shard.array("words").tobytes().split(b"\n") if shard.length("words") else [] for shard in shards]
-    everything = sorted(set().union(*of_shard))
-    number = {word: place for place, word in enumerate(everything)}
-    return everything, [np.fromiter((number[w] for w in words), np.int64, len(words)) for words in of_shard]
+def _words(shard: Shard) -> list[bytes]:
+    return shard.array("words").tobytes().split(b"\n") if shard.length("words") else []
+
+
+def _vocabulary(shards: Sequence[Shard]) -> list[bytes]:
+    """All words, ascending."""
+    everything: set[bytes] = set()
+    for shard in shards:
+        everything.update(_words(shard))
+    return sorted(everything)
+
+
+def _columns(shards: Sequence[Shard], vocabulary: Sequence[bytes], scratch: Path) -> list[np.ndarray]:
+    """For each shard the column of each of its words, ascending; int32, mapped on a file that has no name.
+
+    Together the shards hold many times the words of the vocabulary: too many for memory.
+    """
+    number = {word: place for place, word in enumerate(vocabulary, 1)}
+    ends = [0]
+    with file_errors(scratch), tempfile.TemporaryFile(dir=scratch) as file:
+        for shard in shards:
+            words = _words(shard)
+            file.write(np.fromiter((number[word] for word in words), np.int32, len(words)).data)
+            ends.append(ends[-1] + len(words))
+        file.flush()
+        mapped = np.asarray(np.memmap(file, np.int32, "r", shape=(ends[-1],)))
+    return [mapped[low:high] for low, high in itertools.pairwise(ends)]
 
 
 def _ranges(pointers: np.ndarray, most: int) -> list[tuple[int, int]]:
@@ -107,27 +130,23 @@ def _ranges(pointers: np.ndarray, most: int) -> list[tuple[int, int]]:
 
 
 def _gather(
-    shards: Sequence[Shard],
-    places: Sequence[np.ndarray],
-    starts: Sequence[np.ndarray],
-    pointers: np.ndarray,
-    low: int,
-    high: int,
+    shards: Sequence[Shard], columns_of: Sequence[np.ndarray], pointers: np.ndarray, low: int, high: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Passage numbers and counts of the columns `[low, high)`, by column and then by passage."""
     size = int(pointers[high] - pointers[low])
     numbers, counts = np.empty(size, np.int32), np.empty(size, np.int32)
-    heads = (pointers[low:high] - pointers[low]).copy()
+    heads = pointers[low:high] - pointers[low]  # where the next posting of each column goes
     before = 0
-    for shard, place, start in zip(shards, places, starts, strict=True):
-        first, last = np.searchsorted(place, [low - 1, high - 1])  # column 0 is the empty word
-        own = start[first : last + 1]
-        if last > first and own[-1] > own[0]:
-            columns = place[first:last] + 1 - low
-            lengths = np.diff(own)
-            to = np.repeat(heads[columns] - (own[:-1] - own[0]), lengths) + np.arange(own[-1] - own[0])
-            numbers[to] = shard.array("texts", int(own[0]), int(own[-1])) + np.int32(before)
-            counts[to] = shard.array("counts", int(own[0]), int(own[-1]))
+    for shard, own in zip(shards, columns_of, strict=True):
+        first, last = np.searchsorted(own, [low, high])
+        if first < last:
+            starts = shard.array("starts", int(first), int(last) + 1)
+            begin, end = int(starts[0]), int(starts[-1])
+            columns = own[first:last] - low
+            lengths = np.diff(starts)
+            to = np.repeat(heads[columns] - (starts[:-1] - begin), lengths) + np.arange(end - begin)
+            numbers[to] = shard.array("texts", begin, end) + np.int32(before)
+            counts[to] = shard.array("counts", begin, end)
             heads[columns] += lengths
         before += shard.length("lengths")
     return numbers, counts

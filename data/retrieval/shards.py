@@ -7,6 +7,7 @@ built, and go when it is published.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -146,6 +147,8 @@ def staging(out: Path) -> Iterator[Path]:
             remove_leftovers(folder)
             yield folder
         finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # nothing was staged, so nothing is kept
             os.close(descriptor)
 
 

@@ -21,7 +21,7 @@ from schemas.errors import ArtifactError, ConfigError
 
 LEAST_BLOCK_BYTES = 4 << 20
 MOST_BLOCK_BYTES = 32 << 20
-PARQUET_ROWS = 8192
+PARQUET_ROWS = 32768
 
 _READ_BYTES = 1 << 20
 _OPENERS: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\x00": lzma.open}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.retrieval.corpus import Corpus, Progress
-from data.retrieval.passages import empty_corpus, repeated_id, repeated_numbers
+from data.retrieval.passages import empty_corpus, repeated_id, suspects
 from data.retrieval.recipes import Recipe
 from data.retrieval.shards import SHARD_VERSION, Shard, shard_path, write_shard
 from data.retrieval.sources import Block, Columns
@@ -90,7 +90,9 @@ def _stage_one(block: Block, recipe: Recipe, columns: Columns, folder: Path, pla
 
 
 def _refuse_repeated_ids(staged: Staged) -> None:
-    hashes = np.concatenate([shard.array("id_hashes") for shard in staged.shards])
-    for first, second in repeated_numbers(hashes):
-        if (passage_id := staged.passage_id(first)) == staged.passage_id(second):
-            raise repeated_id(passage_id, staged.place(first), staged.place(second))
+    seen: dict[str, int] = {}
+    for number in suspects(np.concatenate([shard.array("id_hashes") for shard in staged.shards])).tolist():
+        passage_id = staged.passage_id(number)
+        if passage_id in seen:
+            raise repeated_id(passage_id, staged.place(seen[passage_id]), staged.place(number))
+        seen[passage_id] = number
