@@ -122,7 +122,7 @@ class CacheFile:
         connection.execute("COMMIT")
         self._touched.clear()
         if evicted:
-            connection.execute("PRAGMA incremental_vacuum").fetchall()
+            connection.executescript("PRAGMA incremental_vacuum")  # `execute` would free a single page
         return evicted
 
     def _guarded(self, work: Callable[[sqlite3.Connection], T]) -> T | None:

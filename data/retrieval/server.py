@@ -201,8 +201,18 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def run_server(app: Starlette, listener: socket.socket, *, ready: Callable[[], object]) -> None:
-    """Serve until a signal, then finish what is in flight and raise the signal again; `ready` is called once it listens."""
+def run_server(
+    app: Starlette,
+    listener: socket.socket,
+    *,
+    ready: Callable[[], object],
+    keep: Callable[[uvicorn.Server], object] = lambda server: None,
+) -> None:
+    """Serve until a signal, then finish what is in flight and raise the signal again.
+
+    `ready` is called once connections are taken. `keep` receives the server, whose `should_exit` ends it without a signal:
+    signals reach the main thread alone.
+    """
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -214,9 +224,11 @@ def run_server(app: Starlette, listener: socket.socket, *, ready: Callable[[], o
         timeout_keep_alive=75,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
+    server = _Server(config)
+    keep(server)
     ready()  # the socket queues connections from here on
     try:
-        _Server(config).run([listener])
+        server.run([listener])
     finally:
         app.state.dispatcher.close()
         listener.close()

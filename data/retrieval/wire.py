@@ -42,7 +42,10 @@ def shown(value: object) -> str:
     >>> shown("<html>\\n\\x1b[31m")
     "'<html>\\\\n\\\\x1b[31m'"
     """
-    text = repr(value if isinstance(value, (str, bytes)) else json.dumps(value, ensure_ascii=True, default=str))
+    if isinstance(value, (str, bytes)):
+        text = repr(value)
+    else:
+        text = json.dumps(value, ensure_ascii=True, default=str).replace("\x7f", "\\u007f")
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
