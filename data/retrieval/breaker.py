@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from data.retrieval import RetrievalFault
 
-
 ERRORS_IN_A_ROW = 3
 
 

@@ -58,8 +58,10 @@ class CachedRetriever:
         self._inner, self._lock = inner, threading.Lock()
         self._file = CacheFile(Path(path).expanduser(), int(max_megabytes * 1e6), note)
         self._identity: str | None = None
-        with contextlib.suppress(RetrievalFault):  # a server that is down concerns every search, not this object
-            self._identify()
+        if inner.settings.get("kind") != "http" or inner.settings.get("index") == UNNAMED:
+            # A server with a name is asked when the first search comes; one that is down concerns searches, not this object.
+            with contextlib.suppress(RetrievalFault):
+                self._identify()
 
     @property
     def evictions(self) -> int:
