@@ -12,18 +12,20 @@ from rsipo_cli.task_panels import SEARCH, escaped, load_panel, noun, summary, wa
 
 if TYPE_CHECKING:
     from data.environments import Environment
+    from data.retrieval.index_directory import IndexDirectory
     from data.tasks import Panel, Task
 
 
 @dataclass
 class Outcome:
-    """A checked panel: a sentence for each bad task or file, notes that are no fault, and lines of figures."""
+    """A checked panel: what is bad, notes that are no fault, lines of figures, and how many of `total` tasks are good."""
 
     panel: Panel
     bad: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     figures: list[str] = field(default_factory=list)
     good: int = 0
+    total: int = 0
     mean: str = ""
 
 
@@ -36,7 +38,7 @@ def show(env: str, outcome: Outcome) -> None:
     for line in outcome.figures:
         typer.echo(escaped(line))
     _, *rest = summary(env, outcome.panel).splitlines()
-    checked = f"{outcome.good} of {outcome.good + len(outcome.bad)} {noun(env)} are good{outcome.mean}"
+    checked = f"{outcome.good} of {outcome.total} {noun(env)} are good{outcome.mean}"
     typer.echo(f"{checked}; sha256 {outcome.panel.sha256}")
     for line in rest:
         typer.echo(line)
@@ -65,6 +67,7 @@ def check_games(source: str, limit: int | None, *, stock: bool) -> Outcome:
     if report is not None:
         outcome.bad += report.bad
         outcome.notes += report.warnings(whole_splits=whole)
+    outcome.total = outcome.good + len(outcome.bad)  # files that hold no game count
     if outcome.good:
         outcome.mean = f", {commands / outcome.good:.1f} commands at the mean"
     return outcome
@@ -86,48 +89,48 @@ def _stock_fault(task: Task, commands: list[str]) -> str | None:
 
 def check_questions(source: str, limit: int | None, *, index: Path | None, topk: int) -> Outcome:
     """Questions and answers are more than articles and punctuation; with an index, how often it finds a gold answer."""
+    from data.retrieval.index_directory import IndexDirectory
     from data.search.question_checks import question_faults, repeated_questions
 
     outcome = Outcome(load_panel(SEARCH, source, limit))
+    opened = None if index is None else IndexDirectory.open(index)
+    usable: list[Task] = []
     for task in outcome.panel:
         faults = question_faults(task)
-        outcome.good += not faults
+        if opened is not None and task.payload.get("corpus") not in (None, opened.corpus_sha256):
+            faults.append(f"it belongs to another corpus than {index}")
         if faults:
             outcome.bad.append(f"{task.task_id}: {'; '.join(faults)}")
+        else:
+            usable.append(task)
+    outcome.good, outcome.total = len(usable), len(outcome.panel)
     repeated = repeated_questions(outcome.panel)
     if repeated:
         earlier, later = repeated[0]
         outcome.notes.append(
             f"{len(repeated)} questions are asked before under another id: {later.task_id} asks what {earlier.task_id} does"
         )
-    if index is not None:
-        _look_up(outcome, index, topk)
+    if opened is not None and usable:
+        outcome.figures += _recall_lines(opened, usable, topk)
     return outcome
 
 
-def _look_up(outcome: Outcome, path: Path, topk: int) -> None:
-    from data.retrieval.index_directory import IndexDirectory
+def _recall_lines(index: IndexDirectory, tasks: list[Task], topk: int) -> list[str]:
     from data.retrieval.open_index import retriever_of
     from data.search.question_checks import recall_by_set
     from rsipo_cli.console import make_reporter
 
-    index = IndexDirectory.open(path)
     retriever, reporter = retriever_of(index), make_reporter(quiet=False)
-    others = [task for task in outcome.panel if task.payload.get("corpus") not in (None, index.corpus_sha256)]
-    if others:
-        outcome.bad.append(
-            f"{len(others)} questions belong to another corpus than {path}, the first {others[0].task_id}"
-        )
-    reporter.stage("looking up", len(outcome.panel), "questions")
+    reporter.stage("looking up", len(tasks), "questions")
     try:
-        recalls = recall_by_set(retriever, outcome.panel.tasks, topk, advance=reporter.advance)
+        recalls = recall_by_set(retriever, tasks, topk, advance=reporter.advance)
     finally:
         reporter.done()
         retriever.close()
-    for recall in recalls:
-        outcome.figures.append(
-            f"recall@{topk} {recall.data_set} {recall.share:.3f} ({recall.found} of {recall.asked} questions)"
-        )
+    return [
+        f"recall@{topk} {recall.data_set} {recall.share:.3f} ({recall.found} of {recall.asked} questions)"
+        for recall in recalls
+    ]
 
 
 def check_starts(env: str, source: str, limit: int | None) -> Outcome:
@@ -137,6 +140,7 @@ def check_starts(env: str, source: str, limit: int | None) -> Outcome:
 
     environment = EnvironmentSpec(env).build()
     outcome = Outcome(load_panel(env, source, limit))
+    outcome.total = len(outcome.panel)
     for task in watched(outcome.panel, "checking", noun(env), total=len(outcome.panel)):
         try:
             fingerprints = {_fingerprint(environment, task) for _ in range(2)}
