@@ -12,8 +12,10 @@ import pytest
 from benchmarks import learning_curve, planted_skills
 from benchmarks.curve_svg import MOST_TICKS, CurvePoint, curve_svg, tick_points, x_of, y_of
 from benchmarks.planted_skills import Figures, judge, planted_skill
+from data.environments import EnvironmentSpec
 from data.household.catalog import TASK_TYPES
 from data.household.demonstrator import GOOD_PLANS
+from data.search.relations import DATA_SETS, HOPS
 from data.tasks import Task
 from schemas.config_loading import load_config, override_config
 from schemas.errors import ArtifactError
@@ -69,6 +71,25 @@ def test_planted_skills_say_what_their_condition_says(task_type: str) -> None:
     assert len({good, harmful, vague, planted_skill("none", task, 0)}) == 4
     assert planted_skill("none", task, 0) == ""
     assert planted_skill("good", task, 0) == good
+
+
+@pytest.mark.parametrize("data_set", DATA_SETS)
+def test_planted_skills_of_searches_say_how_often_to_search(data_set: str) -> None:
+    task = Task("t", data_set, "test", "", {})
+    good, harmful, vague = (planted_skill(name, task, 0) for name in ("good", "harmful", "vague"))
+    assert good.count("then") == HOPS[data_set]
+    assert harmful.count("then") != HOPS[data_set] or "stop" in harmful
+    assert "then" not in vague
+    assert planted_skill("none", task, 0) == ""
+
+
+def test_every_world_with_planted_skills_has_held_out_tasks() -> None:
+    presets = {"household": "household-tiny", "search": "search-tiny"}
+    assert set(planted_skills.HELD_OUT) == set(presets)
+    for name, preset in presets.items():
+        spec = EnvironmentSpec(name, load_config(preset).env.options)
+        panel = spec.build().panel(planted_skills.HELD_OUT[name].format(seed=0, tasks=12))
+        assert len(panel) == 12 and len({task.task_type for task in panel}) >= 4
 
 
 def test_the_table_has_a_line_for_every_condition() -> None:

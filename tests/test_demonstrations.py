@@ -13,7 +13,7 @@ from data.household.driver import HouseholdSession
 from data.household.generator import generate_task
 from data.household.replies import parse_reply
 from data.household.skill_texts import skill_reply, skill_text, vague_skill
-from data.policies import corpus
+from data.policies import household_corpus as corpus
 from data.tasks import Task
 from stages.skill_writing import parse_skill
 

@@ -84,7 +84,7 @@ def test_an_example_is_a_function_of_seed_and_index() -> None:
 
 def test_every_world_of_the_corpus_has_other_names() -> None:
     first, second = corpus.library(7, 0), corpus.library(7, 1)
-    assert len(set(first.names) & set(second.names)) < len(first.names) / 3
+    assert len(set(first.world.entities) & set(second.world.entities)) < corpus.WORLD_ARTICLES / 3
     assert min(first.world.seed, second.world.seed) >= 2**40
 
 

@@ -26,6 +26,7 @@ from data.retrieval.passages import indexed_text
 from data.search.demonstrator import Searcher, bad_plans, good_plan, reading
 from data.search.encyclopaedia import SPLITS, Question, World, generate_world
 from data.search.environment import information
+from data.search.names import KINDS
 from data.search.relations import DATA_SETS, relations_of
 from data.search.skill_texts import skill_reply, skill_text, vague_skill
 from data.tasks import Task
@@ -37,6 +38,7 @@ WORLD_ARTICLES = 3000
 MAX_TURNS = 4
 TOPK = 3
 PASSAGE_WORDS = 100
+SKILL_PAIR_SHARE = 0.2
 WRONG_SEARCH_SHARE = 0.15  # episodes with a search put in that leads nowhere
 DRILL_SHARE = 0.25
 DRILL_QUESTIONS = 8
@@ -73,8 +75,9 @@ class Library:
         }
 
     @cached_property
-    def names(self) -> list[str]:
-        return list(self.world.entities)
+    def names(self) -> dict[str, list[str]]:
+        """All titles by kind."""
+        return {kind: [e.name for e in self.world.entities.values() if e.kind == kind] for kind in KINDS}
 
 
 @lru_cache(maxsize=2)
@@ -89,11 +92,11 @@ def example(seed: int, index: int) -> Conversation:
     books = library(seed, index // EXAMPLES_PER_WORLD)
     question = rng.choice(books.questions[DATA_SETS[index % len(DATA_SETS)]])
     draw = rng.random()
-    if draw < 0.12:
+    if draw < SKILL_PAIR_SHARE:
         return _skill_pair(question, books, rng)
     if rng.random() < DRILL_SHARE:
         return _drill(books, rng)
-    skill, searches = _skill_and_plan(question.data_set, rng, with_skill=draw > 0.55)
+    skill, searches = _skill_and_plan(question.data_set, rng, with_skill=draw > 0.6)
     return _episode(question, searches, skill, books, rng)[0]
 
 
@@ -141,7 +144,7 @@ def _wrong_query(name: str, books: Library, rng: random.Random) -> str:
     draw = rng.random()
     if draw < 0.4:
         return rng.choice(name.removeprefix("The ").split(" "))
-    return rng.choice(books.names) if draw < 0.7 else "what who where"
+    return rng.choice(books.names[rng.choice(KINDS)]) if draw < 0.7 else "what who where"
 
 
 def _task(question: Question) -> Task:
@@ -154,7 +157,7 @@ def _skill_pair(question: Question, books: Library, rng: random.Random) -> Conve
     _, turns, won = _episode(question, searches, None, books, rng)
     draw = rng.random()
     described: int | None = good
-    if draw > (0.75 if won else 0.8):
+    if draw > 0.8:
         described = None
     elif not won and draw > 0.5:
         described = rng.choice(bad)
@@ -165,7 +168,7 @@ def _skill_pair(question: Question, books: Library, rng: random.Random) -> Conve
 
 def _drill(books: Library, rng: random.Random) -> Conversation:
     """What a search found, and questions about it, each answered as the thought of an episode would put it."""
-    passages = books.search(rng.choice(books.names))
+    passages = books.search(rng.choice(books.names[rng.choice(KINDS)]))
     rng.shuffle(passages)
     pairs = [(passage.title, passage.text) for passage in passages]
     text = information([Hit(passage, 0.0) for passage in passages], PASSAGE_WORDS)
@@ -187,6 +190,7 @@ def _drill_questions(passages: Sequence[Passage], books: Library, rng: random.Ra
     """(name, anchor) pairs: mostly of the articles at hand, now and then of one that is not there."""
     asked = []
     for _ in range(DRILL_QUESTIONS):
-        name = rng.choice(books.names) if rng.random() < 0.15 else rng.choice(passages).title
+        elsewhere = rng.random() < 0.15
+        name = rng.choice(books.names[rng.choice(KINDS)]) if elsewhere else rng.choice(passages).title
         asked.append((name, rng.choice(relations_of(books.world.entities[name].kind)).anchor))
     return asked

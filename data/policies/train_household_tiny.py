@@ -9,7 +9,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerFast
 
 from data.household.catalog import catalog
-from data.policies.corpus import example
+from data.policies.household_corpus import example
 from data.policies.tokenizer import train_tokenizer
 from data.policies.training import Corpus, run
 

@@ -11,6 +11,7 @@ _SEARCHES = (
     ("search for that as well", "look that up too"),
 )
 _ANSWER = ("answer with what was found last", "give the last find as the answer")
+_NUMBERS = ("no search", "one search", "two searches", "three searches")
 _AT_ONCE = ("answer at once", "give an answer without a search")
 
 VAGUE_SKILLS = (
@@ -36,5 +37,5 @@ def vague_skill(rng: random.Random) -> str:
 
 def skill_reply(skill: str, searches: int | None) -> str:
     """The JSON a skill writer returns; `searches` is the plan that the skill tells, if any."""
-    summary = "general advice" if searches is None else " and ".join([*["search"] * searches, "answer"])
+    summary = "general advice" if searches is None else _NUMBERS[searches]
     return json.dumps({"summary": summary, "skill": skill})
