@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -45,6 +46,9 @@ _ELSEWHERE = {  # causes that lie outside the file: a new one would not help
 
 T = TypeVar("T")
 
+_OPEN_FILES: weakref.WeakSet[CacheFile] = weakref.WeakSet()
+_HELD_DURING_A_FORK: list[CacheFile] = []
+
 
 class DamagedEntry(sqlite3.DatabaseError):
     """A value that nobody stored, or a file of another version: the file is to be set aside."""
@@ -63,11 +67,10 @@ class CacheFile:
         self._limit = max(1, int(limit_bytes / _DISK_FACTOR))
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        self._owner = 0
-        self._inherited: list[sqlite3.Connection] = []
         self._inode: int | None = None
         self._touched: dict[bytes, None] = {}
         self._set_aside_once = self._given_up = False
+        _OPEN_FILES.add(self)
 
     def look_up(self, keys: Sequence[bytes], read: Callable[[bytes], T]) -> dict[bytes, T]:
         """What `read` makes of the values that are there. It may raise DamagedEntry."""
@@ -136,10 +139,6 @@ class CacheFile:
         return None
 
     def _open(self) -> sqlite3.Connection:
-        if self._connection is not None and self._owner != os.getpid():
-            # A forked child must neither use nor close its parent's connection.
-            self._inherited.append(self._connection)
-            self._connection = None
         if self._connection is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._inode = _inode(self._path)
@@ -149,7 +148,7 @@ class CacheFile:
             except BaseException:
                 connection.close()
                 raise
-            self._connection, self._owner = connection, os.getpid()
+            self._connection = connection
         return self._connection
 
     # -- failures ------------------------------------------------------------------------------------------------------
@@ -186,9 +185,18 @@ class CacheFile:
         return True
 
     def _forget(self) -> None:
-        if self._connection is not None and self._owner == os.getpid():
+        if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def before_fork(self) -> None:
+        """SQLite's locks do not survive a fork: no connection may be open during one."""
+        self._lock.acquire()
+        self._forget()
+
+    def after_fork(self) -> None:
+        """In parent and child alike; the next use opens the file again."""
+        self._lock.release()
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
@@ -232,3 +240,17 @@ def _inode(path: Path) -> int | None:
         return path.stat().st_ino
     except OSError:
         return None
+
+
+def _before_fork() -> None:
+    for file in list(_OPEN_FILES):
+        file.before_fork()
+        _HELD_DURING_A_FORK.append(file)
+
+
+def _after_fork() -> None:
+    while _HELD_DURING_A_FORK:
+        _HELD_DURING_A_FORK.pop().after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
