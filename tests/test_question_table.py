@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.search.question_table import SCHEMA, read_questions, write_questions
@@ -42,6 +42,7 @@ def test_the_order_of_the_tasks_does_not_change_the_bytes_and_nothing_else_is_le
 texts = st.text(min_size=1, max_size=12).filter(lambda text: text.strip() and text.isprintable())
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.dictionaries(texts, st.tuples(texts, st.lists(texts, max_size=3), st.none() | st.just("2")), min_size=1))
 def test_any_questions_come_back_with_their_hashes(
     tmp_path_factory: pytest.TempPathFactory, content: dict[str, tuple[str, list[str], str | None]]
@@ -138,12 +139,6 @@ def damaged(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
 
 
-def changed_page(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[40] ^= 0xFF
-    path.write_bytes(bytes(content))
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -151,7 +146,6 @@ def changed_page(path: Path) -> None:
         (other_version, "expected version 1, found version 9"),
         (missing_column, "another schema"),
         (damaged, "cannot be read"),
-        (changed_page, "cannot be read"),
         (Path.unlink, "no such question table"),
     ],
 )
@@ -162,3 +156,15 @@ def test_a_file_that_is_no_table_of_this_release_is_one_sentence(
     with pytest.raises(ArtifactError, match=message) as caught:
         read_questions(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_changed_byte_is_found_or_changes_no_question(path: Path) -> None:
+    content, found = path.read_bytes(), read_questions(path)
+    refused = 0
+    for place in range(0, len(content), 11):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        try:
+            assert read_questions(path) == found
+        except ArtifactError:
+            refused += 1
+    assert refused > len(content) // 22

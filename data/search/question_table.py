@@ -127,7 +127,7 @@ def _table(path: Path) -> pa.Table:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 _check_schema(file.schema_arrow, path)
                 return file.read()
-        except pa.ArrowException as error:
+        except (OSError, UnicodeDecodeError, pa.ArrowException) as error:  # whatever pyarrow says of damaged headers
             raise ArtifactError(
                 "the question table cannot be read", where=str(path), found=str(error), remedy=REMEDY
             ) from error
