@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -157,4 +158,5 @@ def watched(items: Iterable[T], what: str, unit: str, *, total: int | None = Non
             yield item
             reporter.advance()
     finally:
-        reporter.done()
+        with contextlib.suppress(ValueError):  # an error may end the command, and close stderr, before this generator
+            reporter.done()

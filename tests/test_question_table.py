@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.search.question_table import SCHEMA, read_questions, write_questions
@@ -42,7 +42,7 @@ def test_the_order_of_the_tasks_does_not_change_the_bytes_and_nothing_else_is_le
 texts = st.text(min_size=1, max_size=12).filter(lambda text: text.strip() and text.isprintable())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(texts, st.tuples(texts, st.lists(texts, max_size=3), st.none() | st.just("2")), min_size=1))
 def test_any_questions_come_back_with_their_hashes(
     tmp_path_factory: pytest.TempPathFactory, content: dict[str, tuple[str, list[str], str | None]]
