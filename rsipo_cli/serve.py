@@ -34,6 +34,7 @@ def serve(
     from data.retrieval.open_index import retriever_of
     from data.retrieval.server import IndexInfo, create_app, listen, run_server, url_of
     from rsipo_cli.console import json_text
+    from rsipo_cli.failures import Stopped
     from rsipo_cli.text import visible
     from schemas.errors import ConfigError
 
@@ -67,6 +68,9 @@ def serve(
 
     try:
         run_server(app, listener, ready=ready)
+    except Stopped as stop:  # the usual way to end a server; there is nothing that would continue
+        typer.echo("rsipo: stopped serving", err=True)
+        raise typer.Exit(128 + stop.number) from None
     finally:
         retriever.close()
 
