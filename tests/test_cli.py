@@ -32,7 +32,18 @@ from stages.stage import StageResult
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "vllm", "deepspeed", "transformers", "duckdb", "pyarrow", "pydantic", "numpy", "scipy", "textworld")
-COMMANDS = ["loop", "sft-skills", "rollout", "replay", "estimate-gains", "train-step", "evaluate", "doctor", "tasks"]
+COMMANDS = [
+    "loop",
+    "sft-skills",
+    "rollout",
+    "replay",
+    "estimate-gains",
+    "train-step",
+    "evaluate",
+    "doctor",
+    "tasks",
+    "index",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.panel_sources import GENERATED, parse_options, whole_number
+from data.panel_sources import GENERATED
 from data.retrieval import Answer, Retriever
 from data.retrieval.cache_home import cache_home
 from data.search.options import RetrieverOptions, SearchOptions
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from data.retrieval.cache import CachedRetriever
     from data.retrieval.index_directory import IndexDirectory
 
-WORLD_DEFAULTS = {"articles": "3000", "seed": "1"}
-WORLD_EXAMPLE = "generated:articles=3000,seed=1"
 URL_VARIABLE = "RSIPO_RETRIEVER_URL"
 
 
@@ -123,9 +121,9 @@ def generated_index(source: str) -> IndexDirectory:
     from data.retrieval.build import build_index_from
     from data.retrieval.index_directory import IndexDirectory
     from data.search.encyclopaedia import generate_world
+    from data.search.panels import parse_world
 
-    options = parse_options(source.removeprefix(GENERATED), source, defaults=WORLD_DEFAULTS, example=WORLD_EXAMPLE)
-    articles, seed = (whole_number(options[name], name, source) for name in ("articles", "seed"))
+    articles, seed = parse_world(source)
     name = sha256_json({"articles": articles, "seed": seed, "code": code_version()})[:16]
     path = cache_home() / "indexes" / f"generated-{articles}-{seed}-{name}"
     if (path / MANIFEST).is_file():
