@@ -36,6 +36,7 @@ import duckdb
 from scipy.stats import binomtest
 
 from benchmarks.curve_svg import CurvePoint, curve_svg
+from data.progress import Reporter
 from rsipo_cli.console import make_reporter
 from rsipo_cli.failures import guarded
 from schemas.artifacts import sha256_json
@@ -47,7 +48,6 @@ from stages import evaluate
 from stages.loop import trained_steps
 from stages.panels import EVALUATE, panel_record
 from stages.reports import wilson_interval
-from stages.stage import Reporter
 from stages.workbench import Workbench
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -35,8 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.household import demonstrator as household
 from data.household import skill_texts as household_texts
+from data.progress import Reporter
 from data.search import demonstrator as search
 from data.search import skill_texts as search_texts
+from data.seeds import derive_seed
 from data.tasks import Task
 from rsipo_cli.console import json_text, make_reporter
 from rsipo_cli.failures import guarded
@@ -48,8 +50,7 @@ from stages import estimate_gains, replay, rollout
 from stages.episode_progress import EpisodeProgress
 from stages.episode_records import EpisodeRecord
 from stages.part_publishing import Rows, chunks
-from stages.seeds import derive_seed
-from stages.stage import Reporter, open_stage
+from stages.stage import open_stage
 from stages.workbench import Workbench
 
 STEP = 1

@@ -18,15 +18,16 @@ from rich.table import Table
 from rsipo_cli.text import visible
 
 if TYPE_CHECKING:
+    from data.progress import Reporter
     from schemas.config import Config
-    from stages.stage import Reporter, StageResult
+    from stages.stage import StageResult
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
 def make_reporter(*, quiet: bool, stream: TextIO | None = None) -> Reporter:
     """Nothing, a live bar, or where stderr is not a terminal a plain line every ten seconds."""
-    from stages.stage import SilentReporter
+    from data.progress import SilentReporter
 
     stream = stream or sys.stderr
     if quiet:

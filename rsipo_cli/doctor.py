@@ -19,7 +19,7 @@ from rsipo_cli import options
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-BUNDLED = ("household-tiny",)
+BUNDLED = ("household-tiny", "search-tiny")
 LEAST_FREE_BYTES = 500_000_000
 EXTRAS = ("dense", "express", "vllm")  # what a user may want besides; `dev` is for working on rsipo
 

@@ -11,9 +11,10 @@ from rsipo_cli import options
 from rsipo_cli.execution import Invocation, execute
 
 if TYPE_CHECKING:
+    from data.progress import Reporter
     from schemas.config import Config
     from schemas.run_directory import RunDirectory
-    from stages.stage import Reporter, StageResult
+    from stages.stage import StageResult
 
 Model = Annotated[
     str | None,

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from rsipo_cli.options import open_run, resolve_config
 
 if TYPE_CHECKING:
+    from data.progress import Reporter
     from schemas.config import Config
     from schemas.run_directory import RunDirectory
-    from stages.stage import Reporter, StageResult
+    from stages.stage import StageResult
 
 
 @dataclass(frozen=True)

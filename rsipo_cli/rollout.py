@@ -8,8 +8,9 @@ from rsipo_cli import options
 from rsipo_cli.execution import Invocation, execute
 
 if TYPE_CHECKING:
+    from data.progress import Reporter
     from schemas.run_directory import RunDirectory
-    from stages.stage import Reporter, StageResult
+    from stages.stage import StageResult
 
 
 def rollout(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from stages.stage import Reporter
+from data.progress import Reporter
 
 
 class EpisodeProgress:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.environments import Environment, Observation, ParsedReply, PreparesSteps, Session, StepResult
+from data.seeds import derive_seed
 from schemas.errors import EngineError, EnvironmentFault, EnvironmentTimeout, RsipoError
 from stages.engines import Engine, GenerationRequest, GenerationResult
 from stages.episode_records import EpisodeJob, EpisodeRecord, TurnRecord, episodes_from_tables
 from stages.rendering import Renderer, next_prompt_ids
-from stages.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from stages.stage import Reporter
+    from data.progress import Reporter
 
 __all__ = ["EpisodeJob", "EpisodeRecord", "Limits", "TurnRecord", "episodes_from_tables", "play"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from data.progress import Reporter, SilentReporter
 from schemas.artifacts import sha256_json
 from schemas.config import GainsSection
 from schemas.config_loading import code_version, config_part_sha256
@@ -21,7 +22,7 @@ from schemas.run_directory import RunDirectory
 from schemas.table_io import finish_step, read_table, rebuild_command, step_manifest, write_part
 from stages.gain_tables import EPISODE_COLUMNS, SKILL_COLUMNS, estimate, gain_rows, statistics_rows
 from stages.reports import value_counts
-from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
+from stages.stage import StageResult, Stopwatch, open_stage
 from stages.type_statistics import Statistics
 from stages.workbench import Workbench
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data.progress import Reporter, SilentReporter
+from data.seeds import derive_seed
 from schemas.config import Config
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import ArtifactError, ConfigError, EnvironmentFault
@@ -22,8 +24,7 @@ from stages.panels import EVALUATE, panel_record
 from stages.part_publishing import Rows, chunks, finish_parts, publish_parts
 from stages.reports import EvaluationReport, evaluation_report
 from stages.rollout import episode_id
-from stages.seeds import derive_seed
-from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
+from stages.stage import StageResult, Stopwatch, open_stage
 from stages.workbench import ENVIRONMENT, Workbench, bench_of
 
 STAGE = "evaluate"

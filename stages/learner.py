@@ -22,9 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data.model_files import WeightsHash, tensor_entries, weights_sha256
 from schemas.config import Config, ObjectiveSection
 from schemas.errors import ArtifactError, EngineError, LearnerError, NumericsError
-from stages.checkpoints import WeightsHash, load_model, tensor_entries, weights_sha256, write_weights
+from stages.checkpoints import load_model, write_weights
 from stages.loss_parts import ROLLOUT_ROW, SKILL_ROW, LossInputs
 from stages.losses import Denominators, LogprobMismatch, logprob_mismatch, merge_metrics
 from stages.objective import LossOutputs, Objective, summarise

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from data.progress import Reporter, SilentReporter
 from schemas.artifacts import MANIFEST, read_manifest
 from schemas.config import Config
 from schemas.errors import ArtifactError, ConfigError, RsipoError
 from schemas.run_directory import RunDirectory
 from stages import estimate_gains, evaluate, replay, rollout
-from stages.stage import Reporter, SilentReporter, StageResult
+from stages.stage import StageResult
 from stages.trackers import Trackers
 from stages.workbench import ENVIRONMENT, Workbench, bench_of
 

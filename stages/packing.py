@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from data.seeds import derive_seed
 from schemas.errors import ConfigError, NumericsError
-from stages.seeds import derive_seed
 
 RowKind = Literal["rollout", "skill", "example"]
 

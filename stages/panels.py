@@ -15,11 +15,11 @@ import numpy as np
 
 from data.environments import Environment
 from data.panel_lines import compressed, encode_lines, read_lines
+from data.seeds import derive_seed
 from data.tasks import Panel, Task
 from schemas.artifacts import FileEntry, Manifest, file_errors, sha256_file, sha256_json, write_file
 from schemas.errors import ArtifactError, ConfigError
 from schemas.run_directory import RunDirectory
-from stages.seeds import derive_seed
 
 TRAIN = "train"
 EVALUATE = "evaluate"

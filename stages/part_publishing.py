@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from data.progress import Reporter
 from schemas.artifacts import Manifest, sha256_json
 from schemas.errors import EnvironmentFault
 from schemas.run_directory import RunDirectory
 from schemas.table_io import clear_step, finish_step, parts_done, read_parts, write_part
 from stages.reports import ERROR_STOPS
-from stages.stage import Reporter
 
 Rows = list[dict[str, Any]]
 Item = TypeVar("Item")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data.seeds import derive_seed
 from schemas.errors import EngineError
 from stages.engines import Engine
-from stages.seeds import derive_seed
 
 PROBE_TOKENS = 24
 

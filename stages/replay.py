@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data.environments import Observation
+from data.progress import Reporter, SilentReporter
+from data.seeds import derive_seed
 from data.tasks import Task
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import RsipoError
@@ -26,8 +28,7 @@ from stages.evidence import Candidate, choose_evidence
 from stages.part_publishing import Rows, check_error_share, chunks, finish_parts, publish_parts
 from stages.reports import episode_figures, value_counts
 from stages.rollout import PLAYING, episode_id
-from stages.seeds import derive_seed
-from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
+from stages.stage import StageResult, Stopwatch, open_stage
 from stages.workbench import ENVIRONMENT, Workbench, bench_of
 
 if TYPE_CHECKING:

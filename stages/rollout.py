@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from data.progress import Reporter, SilentReporter
+from data.seeds import derive_seed
 from data.tasks import Task
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.run_directory import RunDirectory
@@ -17,8 +19,7 @@ from stages.episode_progress import EpisodeProgress
 from stages.panels import TRAIN
 from stages.part_publishing import Rows, check_error_share, chunks, finish_parts, publish_parts
 from stages.reports import episode_figures
-from stages.seeds import derive_seed
-from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
+from stages.stage import StageResult, Stopwatch, open_stage
 from stages.workbench import ENVIRONMENT, Workbench, bench_of
 
 STAGE = "rollout"

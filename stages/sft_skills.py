@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data.annotations import read_annotations
+from data.model_files import resolve_model, weights_sha256
+from data.progress import Reporter, SilentReporter
+from data.seeds import derive_seed
 from schemas.artifacts import publish_directory, read_manifest, sha256_file, sha256_json, status, write_file
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import ArtifactError
 from schemas.run_directory import RunDirectory
-from stages.checkpoints import KIND, SFT_WORK, import_model, resolve_model, weights_sha256
+from stages.checkpoints import KIND, SFT_WORK, import_model
 from stages.schedules import learning_rate
-from stages.seeds import derive_seed
 from stages.skill_examples import (
     Example,
     audit_examples,
@@ -34,7 +36,7 @@ from stages.skill_examples import (
     split_examples,
     train_row,
 )
-from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch
+from stages.stage import StageResult, Stopwatch
 from stages.workbench import Workbench, bench_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What every stage shares: the question whether work is owed, the report on screen, the result, and the stopwatch."""
+"""What every stage shares: the question whether work is owed, the result, and the stopwatch."""
 
 from __future__ import annotations
 
@@ -8,44 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from schemas.artifacts import read_manifest
 from schemas.errors import ArtifactError
 from schemas.run_directory import RunDirectory
 from schemas.table_io import clear_step, rebuild_command, stage_status, write_loose_part
-
-
-class Reporter(Protocol):
-    """Where a stage says how far it is. Texts may come from models: showing them safely is the reporter's duty."""
-
-    def stage(self, name: str, total: int | None, unit: str) -> None:
-        """A stage begins, with `total` units of work (None when unknown)."""
-
-    def advance(self, n: int = 1, **fields: object) -> None:
-        """`n` more units are done; `fields` replace the figures shown beside the bar."""
-
-    def note(self, text: str) -> None:
-        """One line that stays."""
-
-    def done(self) -> None:
-        """The stage has ended."""
-
-
-class SilentReporter:
-    """Says nothing."""
-
-    def stage(self, name: str, total: int | None, unit: str) -> None:
-        pass
-
-    def advance(self, n: int = 1, **fields: object) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def done(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

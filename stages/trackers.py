@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from data.progress import Reporter
 from schemas.errors import ConfigError
-from stages.stage import Reporter
 
 BUILTIN = {"jsonl": "stages.trackers:JsonLines"}
 

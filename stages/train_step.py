@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
+from data.progress import Reporter, SilentReporter
+from data.seeds import derive_seed
 from schemas.artifacts import Manifest, publish_directory, read_manifest, sha256_json
 from schemas.config_loading import code_version, config_part_sha256
 from schemas.errors import ArtifactError, EngineError, NumericsError
@@ -28,8 +30,7 @@ from schemas.run_directory import RunDirectory, free_space_check
 from schemas.table_io import clear_step, finish_step, read_table, rebuild_command, step_manifest, write_part
 from stages.checkpoints import KIND, apply_retention, next_checkpoint_bytes
 from stages.schedules import learning_rate
-from stages.seeds import derive_seed
-from stages.stage import Reporter, SilentReporter, StageResult, Stopwatch, open_stage
+from stages.stage import StageResult, Stopwatch, open_stage
 from stages.workbench import Workbench, bench_of
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from data.environments import ClosesResources, CountsWork, Environment, EnvironmentSpec
+from data.progress import Reporter, SilentReporter
 from data.tasks import Panel, Task
 from schemas.artifacts import MANIFEST, read_manifest
 from schemas.config import Config
@@ -24,7 +25,7 @@ from schemas.run_directory import RunDirectory
 from stages import panels
 from stages.checkpoints import load_tokenizer, publish_initial_checkpoint, verify_checkpoint
 from stages.reports import counter_text
-from stages.stage import Reporter, SilentReporter, Stopwatch
+from stages.stage import Stopwatch
 
 if TYPE_CHECKING:
     from stages.engines import Engine

@@ -12,19 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from data.model_files import WeightsHash, resolve_model, weights_sha256
 from schemas.artifacts import read_manifest
 from schemas.errors import ArtifactError, ConfigError
 from schemas.run_directory import RunDirectory
 from stages.checkpoints import (
-    WeightsHash,
     apply_retention,
     checkpoints_to_remove,
     import_model,
     load_model,
     load_tokenizer,
     publish_initial_checkpoint,
-    resolve_model,
-    weights_sha256,
     write_weights,
 )
 from tests.random_policy import VOCABULARY, write_policy

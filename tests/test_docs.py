@@ -242,3 +242,15 @@ def test_the_example_environment_plays_as_it_stands(
         taught = turn_prompt_ids(renderer, task, student.turns[:place], turn, skill)
         assert plain == list(turn.prompt_token_ids)
         assert (skill in renderer.decode(taught)) == (mode == "window" or place == 0)
+
+
+# --- architecture
+
+
+@pytest.mark.parametrize(
+    ("package", "above"), [("schemas", ("data", "stages", "rsipo_cli")), ("data", ("stages", "rsipo_cli")), ("stages", ("rsipo_cli",))]
+)  # fmt: skip
+def test_packages_know_only_those_below_them(package: str, above: tuple[str, ...]) -> None:
+    upward = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(above)})\b", re.MULTILINE)
+    files = sorted((DOCS.parent / package).rglob("*.py"))
+    assert files and [path for path in files if upward.search(path.read_text(encoding="utf-8"))] == []

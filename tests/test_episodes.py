@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 
 from data.environments import EnvironmentSpec
+from data.seeds import derive_seed
 from schemas.errors import ArtifactError, EngineError
 from schemas.tables import SCHEMAS
 from stages.engines import GenerationResult
 from stages.engines.transformers_engine import TransformersEngine
 from stages.episodes import EpisodeJob, Limits, episodes_from_tables, play
 from stages.rendering import Renderer, turn_prompt_ids
-from stages.seeds import derive_seed
 from tests.fake_world import FakePrompts, FakeWorld, fake_task
 
 LIMITS = Limits(max_turns=6, max_prompt_tokens=2048, max_reply_tokens=5, max_episode_tokens=4000)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from data.model_files import resolve_model
 from schemas.config import Config
 from schemas.config_loading import load_config
 from schemas.errors import ConfigError
 from schemas.run_directory import RunDirectory
 from schemas.table_io import read_table
 from stages import loop
-from stages.checkpoints import resolve_model
 from stages.workbench import Workbench
 
 TWO_GAMES = (

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.model_files import weights_sha256
 from schemas.config import Config
 from schemas.errors import ArtifactError, EngineError, LearnerError, NumericsError
-from stages.checkpoints import load_model, weights_sha256
+from stages.checkpoints import load_model
 from stages.learner import Learner, TrainingBatch
 from stages.packing import TrainRow
 from tests.random_policy import random_rows, write_policy

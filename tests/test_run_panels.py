@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
+from data.progress import SilentReporter
 from data.tasks import Panel, Task
 from schemas.errors import ArtifactError, ConfigError
 from schemas.run_directory import RunDirectory
@@ -20,7 +21,7 @@ from schemas.tables import LABELS, METRICS
 from stages import panels
 from stages.evidence import Candidate, choose_evidence, is_control
 from stages.reports import episode_figures, evaluation_report, wilson_interval
-from stages.stage import SilentReporter, Stopwatch
+from stages.stage import Stopwatch
 from stages.workbench import Workbench
 from tests.small_world import SmallWorld, small_config, small_task
 

@@ -9,6 +9,7 @@ import pytest
 
 from data.search.demonstrator import bad_plans, good_plan
 from data.search.skill_texts import skill_text
+from data.seeds import derive_seed
 from data.tasks import Task
 from schemas.config_loading import load_config
 from schemas.run_directory import RunDirectory
@@ -16,7 +17,6 @@ from schemas.table_io import read_table
 from stages import loop
 from stages.episode_records import EpisodeRecord
 from stages.episodes import EpisodeJob, play
-from stages.seeds import derive_seed
 from stages.workbench import Workbench
 
 WORLD = "generated:articles=600,seed=2"  # neither the preset's world nor one of the training text

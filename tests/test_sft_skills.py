@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from data.model_files import weights_sha256
+from data.progress import SilentReporter
 from schemas.artifacts import read_manifest
 from schemas.errors import ArtifactError, ConfigError
 from schemas.run_directory import RunDirectory
 from stages import rollout, sft_skills
-from stages.checkpoints import weights_sha256
 from stages.learner import Learner
-from stages.stage import SilentReporter
 from stages.workbench import Workbench
 from tests.small_world import small_config, write_small_policy
 

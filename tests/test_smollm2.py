@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
+from data.model_files import tensor_entries, weights_sha256
 from schemas.config_loading import load_config
 from schemas.run_directory import RunDirectory
 from schemas.table_io import read_table
 from stages import replay, rollout
-from stages.checkpoints import load_tokenizer, tensor_entries, weights_sha256
+from stages.checkpoints import load_tokenizer
 from stages.workbench import Workbench
 from tests.smollm2 import smollm2_directory
 

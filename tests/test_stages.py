@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.progress import SilentReporter
+from data.seeds import derive_seed
 from schemas.artifacts import MANIFEST, read_manifest, sha256_file
 from schemas.config import Config
 from schemas.config_loading import config_from_mapping
@@ -24,8 +26,6 @@ from stages import estimate_gains, evaluate, loop, part_publishing, replay, roll
 from stages.checkpoints import publish_initial_checkpoint
 from stages.engines import GenerationRequest, GenerationResult
 from stages.evidence import is_control
-from stages.seeds import derive_seed
-from stages.stage import SilentReporter
 from stages.workbench import Workbench
 from tests.small_world import MODULUS, SkilledEngine, small_config, write_small_policy
 

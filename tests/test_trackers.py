@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from data.progress import SilentReporter
 from schemas.errors import ConfigError
-from stages.stage import SilentReporter
 from stages.trackers import Trackers, build_tracker
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from data.model_files import weights_sha256
 from schemas.artifacts import read_manifest
 from schemas.errors import ArtifactError, EngineError, NumericsError, RsipoError
 from schemas.run_directory import RunDirectory
 from schemas.table_io import finish_step, read_table, write_part
 from stages import estimate_gains, replay, rollout, train_step
 from stages.batch_file import load_batch
-from stages.checkpoints import weights_sha256
 from stages.learner import objective_of
 from stages.workbench import Workbench
 from tests.small_world import small_config, write_small_policy

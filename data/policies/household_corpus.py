@@ -22,8 +22,8 @@ from data.household.generator import generate_task
 from data.household.skill_texts import skill_reply, skill_text, vague_skill
 from data.policies.conversations import Conversation, Message
 from data.prompts.household import CompactPrompts
+from data.seeds import derive_seed
 from data.tasks import Task
-from stages.seeds import derive_seed
 
 GOOD_SHARE = 0.4  # right plans among episodes without a skill: what the student starts from
 EXAMPLES_PER_GAME = 3

@@ -29,8 +29,8 @@ from data.search.environment import information
 from data.search.names import KINDS
 from data.search.relations import DATA_SETS, relations_of
 from data.search.skill_texts import skill_reply, skill_text, vague_skill
+from data.seeds import derive_seed
 from data.tasks import Task
-from stages.seeds import derive_seed
 
 GOOD_SHARE = 0.4  # right plans among episodes without a skill: what the student starts from
 EXAMPLES_PER_WORLD = 1536

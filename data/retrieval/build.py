@@ -25,7 +25,7 @@ from schemas.artifacts import MANIFEST, file_errors, make_directory, publish_dir
 from schemas.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
-    from stages.stage import Reporter
+    from data.progress import Reporter
 
 State = Literal["done", "up_to_date"]
 
@@ -77,7 +77,7 @@ def ensure_index(
     force: bool = False,
 ) -> tuple[IndexDirectory, State]:
     """`build_index`, and whether anything had to be done."""
-    from stages.stage import SilentReporter
+    from data.progress import SilentReporter
 
     reporter = reporter or SilentReporter()
     if workers is not None and workers < 1:

@@ -16,7 +16,7 @@ from data.retrieval.sources import Block, Columns, block_bytes_for, checked_path
 from data.retrieval.workers import map_blocks
 
 if TYPE_CHECKING:
-    from stages.stage import Reporter
+    from data.progress import Reporter
 
 
 @dataclass(frozen=True)

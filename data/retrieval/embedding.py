@@ -25,7 +25,7 @@ _DECIDING += ("vocab.json", "merges.txt", "tokenizer.model", "sentencepiece.bpe.
 
 def model_directory(model: str) -> Path:
     """The directory of a model given by directory or hub name. Raises ConfigError when there is none."""
-    from stages.checkpoints import resolve_model
+    from data.model_files import resolve_model
 
     try:
         return resolve_model(model)
@@ -37,7 +37,7 @@ def model_directory(model: str) -> Path:
 
 def model_sha256(directory: Path) -> str:
     """Hash of the weights, the configuration and the tokenizer."""
-    from stages.checkpoints import weights_sha256
+    from data.model_files import weights_sha256
 
     files = {name: sha256_file(directory / name) for name in _DECIDING if (directory / name).is_file()}
     return sha256_json({"weights": weights_sha256(directory), "files": files})

@@ -20,7 +20,7 @@ from schemas.artifacts import sha256_json
 from schemas.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from stages.stage import Reporter
+    from data.progress import Reporter
 
 _MOST_PASSAGES = 2**31 - 1  # bm25s numbers passages with int32
 

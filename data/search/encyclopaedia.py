@@ -18,9 +18,9 @@ from data.retrieval import Passage
 from data.search.articles import article_text
 from data.search.names import EVENT, KINDS, PERSON, PLACE, WORK, titles
 from data.search.relations import DATA_SETS, HOPS, Chain, chains, question_text, relations_of
+from data.seeds import derive_seed
 from data.tasks import Task
 from schemas.errors import ConfigError
-from stages.seeds import derive_seed
 
 SPLITS = ("train", "test")
 TEST_SHARE = 0.3
