@@ -5,7 +5,7 @@ again to its end, and compares the sha256 of every Parquet file (except wall-clo
 file with those of one undisturbed run.
 
     python -m benchmarks.kill_test --trials 30
-    python -m benchmarks.kill_test --trials 5 --kills 3 --preset grpo --set tasks.per_step=2
+    python -m benchmarks.kill_test --trials 5 --kills 3 --preset search-tiny --set tasks.per_step=2
 
 Exit code 0 if every trial passed, 1 otherwise.
 """
@@ -27,17 +27,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from schemas.config_loading import load_config
+
 # Small enough for thirty trials, large enough for several parts a stage and a kill inside each of them.
-SMALL_DEMO = (
+SMALL = (
     "tasks.per_step=4",
     "rollout.group_size=4",
     "rollout.groups_per_part=2",
     "replay.replays=2",
     "evaluate.every=2",
     "evaluate.batch_episodes=6",
-    "tasks.train=generated:size=small,split=train,seed=1,count=12",
-    "tasks.evaluate=generated:size=small,split=valid_seen,seed=2,count=12",
 )
+SMALL_PANELS = {
+    "household": (
+        "tasks.train=generated:size=small,split=train,seed=1,count=12",
+        "tasks.evaluate=generated:size=small,split=valid_seen,seed=2,count=12",
+    ),
+    "search": (
+        "tasks.train=generated:articles=3000,seed=1,split=train,count=12",
+        "tasks.evaluate=generated:articles=3000,seed=1,split=test,count=12",
+    ),
+}
 COMPARED = ("*.parquet", "manifest.json", "*.safetensors", "*.jsonl.xz", "state.json", "config.json", "config.toml")
 
 
@@ -71,7 +81,8 @@ def loop_command(root: Path, options: argparse.Namespace) -> list[str]:
     """The command under test."""
     command = [sys.executable, "-m", "rsipo_cli", "loop", "--run", str(root), "--steps", str(options.steps), "--quiet"]
     command += ["--preset", options.preset]
-    for setting in (*(() if options.full else SMALL_DEMO), f"run.steps={options.steps}", *options.settings):
+    small = () if options.full else (*SMALL, *SMALL_PANELS.get(load_config(options.preset).env.name, ()))
+    for setting in (*small, f"run.steps={options.steps}", *options.settings):
         command += ["--set", setting]
     return command
 

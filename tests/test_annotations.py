@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from data.annotations import Annotation, ChatRequest, Rejection, TrajectoryRequest, read_annotations
 from data.household.environment import HouseholdEnvironment
+from data.search.replies import parse_reply as parse_search_reply
 from schemas.config import SftSection
 from schemas.config_loading import load_config, preset_names
 from schemas.errors import ArtifactError, ConfigError
@@ -37,6 +38,10 @@ OWN = {
 
 def action_of(reply: str) -> str | None:
     return HouseholdEnvironment().parse_reply(reply, cut=False).action
+
+
+def search_action_of(reply: str) -> str | None:
+    return parse_search_reply(reply, cut=False).action
 
 
 def read(tmp_path: Path, *lines: object) -> tuple[list[Annotation], list[Rejection]]:
@@ -205,9 +210,12 @@ def test_held_out_tasks_are_whole_deterministic_and_independent_of_order(
     assert {e.line for e in split_examples(shuffled, 0.1, seed)[1]} == {e.line for e in held_out}
 
 
-def test_the_example_file_of_the_package_is_accepted_whole(renderer: Renderer) -> None:
-    path = Path(str(resources.files("data") / "examples" / "annotations.jsonl"))
-    accepted, rejected = read_annotations(path, action_of)
+@pytest.mark.parametrize(
+    ("name", "parse"), [("annotations.jsonl", action_of), ("search-annotations.jsonl", search_action_of)]
+)
+def test_the_example_files_of_the_package_are_accepted_whole(name: str, parse, renderer: Renderer) -> None:
+    path = Path(str(resources.files("data") / "examples" / name))
+    accepted, rejected = read_annotations(path, parse)
     examples, unusable = examples_of(accepted, renderer, min_words=5, max_length=8192)
     assert not rejected and not unusable and len(examples) >= 20
     check_audit(audit_examples(examples), SftSection())

@@ -51,10 +51,11 @@ def small_search(model: Path, **options: object) -> Config:
     )
 
 
-def test_one_iteration_of_search_agents(tiny_model_dir: Path, tmp_path: Path) -> None:
-    run = RunDirectory.create(
-        tmp_path / "run", small_search(tiny_model_dir, cache={"path": str(tmp_path / "q.sqlite")})
-    )
+@pytest.mark.parametrize("mode", ["append_only", "window"])
+def test_one_iteration_of_search_agents(mode: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = small_search(tiny_model_dir, cache={"path": str(tmp_path / "q.sqlite")})
+    config = config.model_copy(update={"prompt": config.prompt.model_copy(update={"mode": mode, "history": 3})})
+    run = RunDirectory.create(tmp_path / "run", config)
     notes = Notes()
     result = loop.run(run, reporter=notes)
     assert result.state == "done"
