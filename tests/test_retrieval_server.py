@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -18,7 +19,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from data.retrieval import Passage
+from data.retrieval import Answer, Passage
+from data.retrieval.dispatch import Dispatcher
 from data.retrieval.remote import HttpRetriever
 from data.retrieval.server import MAX_BODY_BYTES, IndexInfo, create_app, listen, run_server, url_of
 from rsipo_cli.serve import serve
@@ -147,6 +149,18 @@ def test_more_requests_than_may_wait_are_refused_and_health_answers_all_the_whil
         answers = [future.result().json()["result"] for future in [first, *waiting]]
     assert answers == [[hits_of(query, 3)] for query in ("first", "w0", "w1", "w2")]
     assert "late" not in retriever.asked
+
+
+def test_a_request_at_the_moment_when_the_last_worker_ends_is_not_left_waiting() -> None:
+    async def one_after_the_other() -> list[list[Answer]]:
+        dispatcher = Dispatcher(FakeRetriever(), max_concurrency=1, max_waiting=8)
+        answers = [await dispatcher.search([query], 1) for query in "abc"]  # each asked in the step that got the last
+        assert dispatcher.running == dispatcher.waiting == 0
+        dispatcher.close()
+        return answers
+
+    answers = asyncio.run(asyncio.wait_for(one_after_the_other(), 20))
+    assert answers == [[passages_for(query, 1)] for query in "abc"]
 
 
 def test_requests_that_wait_together_get_each_its_own_answer() -> None:

@@ -35,7 +35,7 @@ class Dispatcher:
         self._retriever = retriever
         self._max_concurrency, self._max_waiting = max_concurrency, max_waiting
         self._waiting: deque[_Request] = deque()
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None] | None] = set()
         self._threads = ThreadPoolExecutor(max_concurrency, thread_name_prefix="retrieval")
 
     @property
@@ -63,11 +63,17 @@ class Dispatcher:
         self._threads.shutdown(wait=True)
 
     def _start(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._work())
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running.add(asyncio.get_running_loop().create_task(self._work()))
 
     async def _work(self) -> None:
+        try:
+            await self._work_off()
+        finally:
+            # At once, not when the loop comes to call back: a request that arrives in between would start no worker, and
+            # this one takes up no more.
+            self._running.discard(asyncio.current_task())
+
+    async def _work_off(self) -> None:
         while batch := self._take():
             queries = [query for request in batch for query in request.queries]
             try:
