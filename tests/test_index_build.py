@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.retrieval import Passage, build, passages, postings, shards, sources
+from data.retrieval import Passage, build, passages, postings, shards, sources, staged
 from data.retrieval.build import build_index, build_index_from
 from data.retrieval.corpus import Corpus
 from data.retrieval.index_directory import IndexDirectory
@@ -315,6 +315,20 @@ def test_repeated_ids_are_told_with_both_places(tmp_path: Path, small_blocks: No
         build_index([first, second], tmp_path / "out", workers=1)
     with pytest.raises(ArtifactError, match="passage 4, and .*passage 41"):
         build_index_from([*rows, rows[3]], tmp_path / "out")
+
+
+def test_a_corpus_given_twice_is_refused_after_one_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_blocks: None
+) -> None:
+    path = write_corpus(tmp_path / "a.jsonl", some_passages(60))
+    reads: list[int] = []
+    passage_id = staged.Staged.passage_id
+    monkeypatch.setattr(
+        staged.Staged, "passage_id", lambda self, number: reads.append(number) or passage_id(self, number)
+    )
+    with pytest.raises(ArtifactError, match="a.jsonl, line 1, and .*a.jsonl, line 1.*p0"):
+        build_index([path, path], tmp_path / "out", workers=1)
+    assert reads == [60, 0]
 
 
 def test_equal_hashes_of_different_ids_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

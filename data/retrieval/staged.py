@@ -46,8 +46,8 @@ class Staged:
         """The id of the passage with this number."""
         for shard in self.shards:
             if number < shard.length("numbers"):
-                low, high = (int(e) for e in [0, *shard.array("ends", 0, 3 * number + 1)][-2:])
-                return shard.array("text", low, high).tobytes().decode()
+                ends = shard.array("ends", max(0, 3 * number - 1), 3 * number + 1).tolist()
+                return shard.array("text", ends[0] if number else 0, ends[-1]).tobytes().decode()
             number -= shard.length("numbers")
         raise IndexError(number)
 
@@ -90,9 +90,14 @@ def _stage_one(block: Block, recipe: Recipe, columns: Columns, folder: Path, pla
 
 
 def _refuse_repeated_ids(staged: Staged) -> None:
-    seen: dict[str, int] = {}
-    for number in suspects(np.concatenate([shard.array("id_hashes") for shard in staged.shards])).tolist():
-        passage_id = staged.passage_id(number)
-        if passage_id in seen:
-            raise repeated_id(passage_id, staged.place(seen[passage_id]), staged.place(number))
-        seen[passage_id] = number
+    hashes = np.concatenate([shard.array("id_hashes") for shard in staged.shards])
+    numbers = suspects(hashes)
+    holders: dict[int, list[int]] = {}
+    for number, value in zip(numbers.tolist(), hashes[numbers].tolist(), strict=True):
+        earlier = holders.setdefault(value, [])
+        # Ids are read only where a hash comes again: a corpus that was given twice has as many suspects as passages.
+        passage_id = staged.passage_id(number) if earlier else ""
+        for other in earlier:
+            if staged.passage_id(other) == passage_id:
+                raise repeated_id(passage_id, staged.place(other), staged.place(number))
+        earlier.append(number)
