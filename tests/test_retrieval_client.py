@@ -98,6 +98,14 @@ def test_a_query_that_the_server_refuses_does_not_take_the_others_with_it() -> N
     faults([answers[0], answers[2]])
 
 
+def test_a_large_batch_to_a_server_that_is_down_is_one_fault_a_query() -> None:
+    queries = [str(number) for number in range(2000)]
+    assert (
+        len(faults(client(f"http://127.0.0.1:{closed_port()}", retries=0, batch_queries=5000).search(queries, 1)))
+        == 2000
+    )
+
+
 def test_blank_queries_find_nothing_and_are_not_sent() -> None:
     with http_server(answering(standard_answer)) as (url, requests):
         assert client(url).search(["", "a", " \n"], 1) == [[], passages_for("a", 1), []]
@@ -440,6 +448,13 @@ def test_a_proxy_of_the_environment_is_not_used_for_the_loopback(monkeypatch: py
     monkeypatch.delenv("NO_PROXY", raising=False)
     with http_server(answering(standard_answer)) as (url, _):
         assert client(url).search(["a"], 1) == [passages_for("a", 1)]
+
+
+def test_a_proxy_of_the_environment_that_cannot_be_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ALL_PROXY", "socks9://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="ALL_PROXY"):
+        HttpRetriever("http://gpu-7:8000")
+    HttpRetriever("http://127.0.0.1:8000").close()
 
 
 def test_a_password_in_the_address_is_not_shown() -> None:

@@ -69,12 +69,20 @@ class HttpRetriever:
         self._seen_id: str | None = None
         self._health: Mapping[str, Any] | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._client = httpx2.Client(
-            timeout=timeout_seconds,
-            trust_env=not loopback,  # the environment's proxy is another machine and knows nothing of this loopback
-            limits=httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-            headers={"accept": "application/json", "accept-encoding": "identity"},
-        )
+        try:
+            self._client = httpx2.Client(
+                timeout=timeout_seconds,
+                trust_env=not loopback,  # the environment's proxy is another machine and knows nothing of this loopback
+                limits=httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+                headers={"accept": "application/json", "accept-encoding": "identity"},
+            )
+        except (ImportError, ValueError, OSError) as error:
+            raise ConfigError(
+                "the environment's proxy or certificates cannot be used to reach the retrieval server",
+                where="HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE or SSL_CERT_DIR",
+                found=shown(str(error)),
+                remedy="correct the variable, or unset it",
+            ) from error
         patience = Patience(timeout_seconds, retries, retry_wait_seconds, clock, sleep)
         self._attempts = Attempts(self._client, self._where, concurrency, patience)
 
@@ -114,14 +122,18 @@ class HttpRetriever:
     # -- variants ------------------------------------------------------------------------------------------------------
 
     def _answers(self, queries: Sequence[str], topk: int) -> list[Answer]:
-        if self._variant is None:
+        answers: list[Answer] = []
+        while self._variant is None and len(answers) < len(queries):
             # One query alone finds out which variant the server speaks: more could be refused for another reason.
-            first = self._faulted(lambda: self._first_answer(queries[0], topk), 1)
-            return first + self._answers(queries[1:], topk) if len(queries) > 1 else first
-        variant = self._variant
-        if variant == "query" and len(queries) > 1:
-            return [answer for query in queries for answer in self._answers([query], topk)]
-        return self._faulted(lambda: self._ask(variant, queries, topk), len(queries))
+            query = queries[len(answers)]
+            answers += self._faulted(lambda query=query: self._first_answer(query, topk), 1)
+        rest, variant = queries[len(answers) :], self._variant
+        if variant is None or not rest:
+            return answers
+        batches = [[query] for query in rest] if variant == "query" else [rest]
+        for batch in batches:
+            answers += self._faulted(lambda batch=batch: self._ask(variant, batch, topk), len(batch))
+        return answers
 
     def _faulted(self, ask: Callable[[], list[Answer]], queries: int) -> list[Answer]:
         try:
