@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import time
+
 import pytest
 
 from data.environments import CountsWork, Environment, EnvironmentSpec, PreparesSteps
+from data.retrieval.shards import staging
+from data.search import retrievers
 from data.search.environment import SearchEnvironment
-from schemas.errors import ArtifactError, ConfigError, EnvironmentFault
+from data.search.retrievers import generated_index
+from schemas.errors import ArtifactError, ConfigError, EnvironmentFault, LockError
 from stages.episodes import Limits, play
 from stages.rendering import Renderer
 from tests.search_world import WordRetriever, question, search_environment
@@ -182,3 +189,20 @@ def test_a_missing_index_is_a_missing_artefact(tmp_path) -> None:
     environment = SearchEnvironment(retriever={"index": str(tmp_path / "nowhere")})
     with pytest.raises(ArtifactError, match="nowhere"):
         _ = environment.version
+
+
+def test_a_generated_index_that_another_process_makes_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("RSIPO_CACHE", str(tmp_path))
+    source = "generated:articles=300,seed=1"
+    index = generated_index(source)
+    shutil.rmtree(index.path)
+    with contextlib.ExitStack() as other:
+        other.enter_context(staging(index.path))
+        with monkeypatch.context() as patch:
+            patch.setattr(retrievers, "BUILD_SECONDS", -1.0)
+            with pytest.raises(LockError):
+                generated_index(source)
+        pauses: list[float] = []
+        monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), other.close()))
+        assert generated_index(source).index_id == index.index_id
+        assert len(pauses) == 1

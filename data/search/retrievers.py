@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,14 @@ from data.retrieval.cache_home import cache_home
 from data.search.options import RetrieverOptions, SearchOptions
 from schemas.artifacts import MANIFEST, sha256_json
 from schemas.config_loading import code_version
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, LockError
 
 if TYPE_CHECKING:
     from data.retrieval.cache import CachedRetriever
     from data.retrieval.index_directory import IndexDirectory
 
 URL_VARIABLE = "RSIPO_RETRIEVER_URL"
+BUILD_SECONDS = 600.0  # wait for another process that makes the same generated index, which takes it a few
 
 
 class CountedRetriever:
@@ -126,6 +128,12 @@ def generated_index(source: str) -> IndexDirectory:
     articles, seed = parse_world(source)
     name = sha256_json({"articles": articles, "seed": seed, "code": code_version()})[:16]
     path = cache_home() / "indexes" / f"generated-{articles}-{seed}-{name}"
-    if (path / MANIFEST).is_file():
-        return IndexDirectory.open(path)
-    return build_index_from(generate_world(seed, articles).passages, path)
+    deadline = time.monotonic() + BUILD_SECONDS
+    while not (path / MANIFEST).is_file():
+        try:
+            return build_index_from(generate_world(seed, articles).passages, path)
+        except LockError:  # another process of the run, or another run, makes it just now
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+    return IndexDirectory.open(path)
