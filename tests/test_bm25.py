@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.retrieval import Hit, Passage
+from data.retrieval import Hit, Passage, RetrievalFault
 from data.retrieval.bm25 import Bm25Retriever, best_of
 from data.retrieval.build import build_index_from
+from data.retrieval.index_directory import IndexDirectory
 from data.retrieval.passages import indexed_text
 from data.retrieval.words import WordCounts, query_words
 from schemas.errors import ArtifactError, ConfigError
@@ -149,6 +150,19 @@ def test_identity_and_settings_are_those_of_the_index(tmp_path: Path) -> None:
     retriever = Bm25Retriever(index)
     assert retriever.index_id() == index.index_id
     assert retriever.settings == {"kind": "bm25", "k1": 0.9, "b": 0.75, "method": "lucene"}
+
+
+def test_an_index_that_is_replaced_is_never_half_the_old_one(tmp_path: Path) -> None:
+    old, new = (
+        [Passage(str(n), "", f"word{n} {name} {'filler ' * (n % 3)}") for n in range(50)] for name in ("old", "new")
+    )
+    opened = Bm25Retriever(build_index_from(old, tmp_path / "out"))
+    late = IndexDirectory.open(tmp_path / "out")
+    build_index_from(new, tmp_path / "out", force=True)
+    [answer] = opened.search(["word7 old"], 1)
+    assert not isinstance(answer, RetrievalFault) and answer[0].passage == old[7]
+    with pytest.raises(ArtifactError, match="replaced while it was opened"):
+        Bm25Retriever(late)
 
 
 def test_another_kind_and_damaged_files_are_refused(tmp_path: Path) -> None:

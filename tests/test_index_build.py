@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -21,7 +22,7 @@ from data.retrieval.corpus import Corpus
 from data.retrieval.index_directory import IndexDirectory
 from data.retrieval.passages import corpus_sha256
 from data.retrieval.recipes import Bm25Recipe
-from data.retrieval.sources import Columns
+from data.retrieval.sources import DEFAULT_COLUMNS, Columns
 from schemas.errors import ArtifactError, ConfigError, LockError, RsipoError
 from tests.kill_points import calls_until_end, killed_at
 
@@ -215,6 +216,35 @@ def test_two_builds_of_one_index_do_not_meet(corpus: Path, tmp_path: Path) -> No
         build_index([corpus], tmp_path / "out")
     assert caught.value.exit_code == 4
     build_index([corpus], tmp_path / "out")
+
+
+def test_a_build_that_another_finished_meanwhile_is_not_built_over(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = build.staging
+
+    def late(other: dict[str, float]) -> None:
+        @contextlib.contextmanager
+        def staging(out: Path) -> Iterator[Path]:
+            monkeypatch.setattr(build, "staging", lock)
+            build_index([corpus], out, workers=1, **other)
+            with lock(out) as folder:
+                yield folder
+
+        monkeypatch.setattr(build, "staging", staging)
+
+    late({})
+    published: list[int] = []
+    publish = build._publish
+    monkeypatch.setattr(build, "_publish", lambda *args: (published.append(1), publish(*args))[1])
+    recipe = Bm25Recipe()
+    index, state = build.ensure_index(Corpus.of_files([corpus], DEFAULT_COLUMNS), tmp_path / "out", recipe, 1)
+    assert (state, published) == ("up_to_date", [1])
+    late({"k1": 1.0})
+    with pytest.raises(ArtifactError, match="built from other input"):
+        build_index([corpus], tmp_path / "third", workers=1)
+    assert IndexDirectory.open(tmp_path / "third").settings["k1"] == 1.0
+    assert not list(tmp_path.glob(".building-*"))
 
 
 def test_a_build_killed_before_any_system_call_goes_on_to_the_same_bytes(

@@ -40,6 +40,7 @@ class Bm25Retriever:
         self._bm25.scores = {
             name: np.asarray(value) if name != "num_docs" else value for name, value in self._bm25.scores.items()
         }
+        index.map_passages()
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -93,6 +93,11 @@ def ensure_index(
     with file_errors(target):
         make_directory(target.parent)
     with staging(target) as folder:
+        if existing is None:  # another process may have published since
+            existing = _existing(target, force)
+            if existing is not None and _is_up_to_date(existing, corpus, recipe, count, reporter, force):
+                drop_staging(folder)
+                return existing, "up_to_date"
         shards = stage_corpus(corpus, recipe, folder, count, reporter)
         return _publish(target, folder, shards, recipe, reporter), "done"
 

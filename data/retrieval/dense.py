@@ -59,6 +59,7 @@ class DenseRetriever:
                 found=f"shape {self._vectors.shape}",
                 remedy="build it again with `rsipo index build --force`",
             )
+        index.map_passages()
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data.retrieval import Passage
-from schemas.artifacts import Manifest, read_manifest
+from schemas.artifacts import MANIFEST, Manifest, file_errors, read_manifest
 from schemas.errors import ArtifactError
 
 INDEX_KIND = "retrieval-index"
@@ -48,6 +48,20 @@ class IndexDirectory:
                 remedy=_REMEDY,
             )
         return cls(root, manifest)
+
+    def map_passages(self) -> None:
+        """Map the passages now. To be called once all else is mapped: then every file is of this index, come what may.
+
+        Raises ArtifactError when another build has taken its place meanwhile.
+        """
+        with file_errors(self.path):
+            _ = self._ends, self._text
+            if (self.path / MANIFEST).read_bytes() != self.manifest.to_bytes():
+                raise ArtifactError(
+                    "the index was replaced while it was opened",
+                    where=str(self.path),
+                    remedy="run the same command again",
+                )
 
     def verify(self) -> None:
         """Compare every byte with the manifest. Raises ArtifactError for the first difference."""
