@@ -9,13 +9,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.retrieval import Answer, Hit, Passage, RetrievalFault
+from data.retrieval import Answer, Hit, Passage, RetrievalFault, cache_file
 from data.retrieval.cache import CachedRetriever
+from data.retrieval.cache_file import CacheFile
 from data.retrieval.cache_home import cache_home
 from schemas.errors import ConfigError
 from tests.retrieval_fakes import FakeRetriever, passages_for
@@ -163,6 +165,19 @@ def test_an_answer_larger_than_the_whole_cache_is_not_kept_and_displaces_nothing
     assert inner.asked == ["a", "huge", "huge"] and retriever.evictions == 0
 
 
+def test_answers_without_passages_take_room_too(tmp_path: Path) -> None:
+    class Empty(FakeRetriever):
+        def search(self, queries: Sequence[str], topk: int) -> list[Answer]:
+            return [[] for _ in queries]
+
+    retriever, _ = cached(tmp_path / "q.sqlite", Empty(), max_megabytes=1)
+    for start in range(0, 30_000, 3000):
+        retriever.search([str(number) for number in range(start, start + 3000)], 1)
+    retriever.close()
+    assert retriever.evictions > 10_000
+    assert 500_000 < (tmp_path / "q.sqlite").stat().st_size < 1_200_000
+
+
 def test_a_smaller_limit_shrinks_the_file(tmp_path: Path) -> None:
     retriever, _ = cached(tmp_path / "q.sqlite", Wordy(), max_megabytes=10)
     retriever.search([str(number) for number in range(300)], 1)
@@ -175,6 +190,59 @@ def test_a_smaller_limit_shrinks_the_file(tmp_path: Path) -> None:
 
 
 # --- several processes
+
+
+def test_a_file_that_another_process_makes_just_now_is_not_foreign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_file, "BUSY_SECONDS", 0.0)
+    path = tmp_path / "q.sqlite"
+    notes: list[str] = []
+    other = CacheFile(path, 10**6, notes.append)
+
+    class Interrupted(sqlite3.Connection):
+        def execute(self, sql: str, *arguments: object) -> Any:
+            if sql != "PRAGMA application_id":
+                return super().execute(sql, *arguments)  # type: ignore[arg-type]
+            [row] = super().execute(sql).fetchall()
+            other.store({b"key": b"value"})
+            return super().execute("SELECT ?", row)
+
+    connection = sqlite3.connect(path, 0, isolation_level=None, factory=Interrupted)
+    cache_file._prepare(connection)
+    assert connection.execute("SELECT count(*) FROM counters").fetchone() == (2,) and not notes
+    connection.close()
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PROTOCOL])
+def test_processes_in_each_others_way_are_no_damage(tmp_path: Path, code: int) -> None:
+    notes: list[str] = []
+    file = CacheFile(tmp_path / "q.sqlite", 10**6, notes.append)
+    file.store({b"key": b"value"})
+
+    def fail(value: bytes) -> bytes:
+        error = sqlite3.OperationalError("locking protocol")
+        error.sqlite_errorcode = code
+        raise error
+
+    assert file.look_up([b"key"], fail) == {}
+    assert file.look_up([b"key"], bytes) == {b"key": b"value"} and not notes
+
+
+def test_what_stops_a_write_leaves_no_transaction_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    file = CacheFile(tmp_path / "q.sqlite", 10**6, notes.append)
+    file.store({b"before": b"value"})
+
+    def stop(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_file, "_counter", stop)
+        with pytest.raises(KeyboardInterrupt):
+            file.store({b"key": b"value"})
+    file.store({b"after": b"value"})
+    assert set(file.look_up([b"before", b"key", b"after"], bytes)) == {b"before", b"after"} and not notes
 
 
 def _fill(path: str, start: int, results: multiprocessing.Queue) -> None:

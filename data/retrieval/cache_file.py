@@ -18,9 +18,10 @@ from typing import TypeVar
 BUSY_SECONDS = 5.0  # wait for another process's transaction, which takes milliseconds
 
 _APPLICATION = 0x52534951
-_VERSION = 1
+_VERSION = 2
 _FREED_SHARE = 0.1  # of the limit: one eviction makes room for many answers
-_DISK_FACTOR = 1.15  # bytes on disk of a byte of value: keys, the index by use, partly filled pages
+_ENTRY_BYTES = 128  # bytes on disk of an entry besides its value: key, place in three indexes
+_DISK_FACTOR = 1.15  # bytes on disk of a byte of these: partly filled pages
 _TOUCHES_KEPT = 4096
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -34,6 +35,7 @@ PRAGMA application_id = {_APPLICATION};
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
+_HELD_BY_OTHERS = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _ELSEWHERE = {  # causes that lie outside the file: a new one would not help
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_READONLY,
@@ -95,7 +97,7 @@ class CacheFile:
 
     def store(self, entries: Mapping[bytes, bytes]) -> None:
         """Keep entries, and forget the least recently used ones where the file would grow too large."""
-        fitting = {key: value for key, value in entries.items() if len(value) <= self._limit}
+        fitting = {key: value for key, value in entries.items() if _size(value) <= self._limit}
         with self._lock:
             if not fitting and len(self._touched) < _TOUCHES_KEPT:
                 return
@@ -117,7 +119,7 @@ class CacheFile:
             added = connection.execute(
                 "INSERT OR IGNORE INTO entries (key, value, used) VALUES (?, ?, ?)", (key, value, now)
             ).rowcount
-            total += len(value) if added else 0
+            total += _size(value) if added else 0
         evicted = 0
         if total > self._limit:
             total, evicted = _evict(connection, total, int(self._limit * (1 - _FREED_SHARE)))
@@ -136,6 +138,9 @@ class CacheFile:
             except (sqlite3.Error, OSError) as error:
                 if not self._recovered(error):
                     return None
+            except BaseException:  # a signal in the middle: no transaction may stay open
+                self._forget()
+                raise
         return None
 
     def _open(self) -> sqlite3.Connection:
@@ -158,7 +163,7 @@ class CacheFile:
         code = getattr(error, "sqlite_errorcode", None)
         cause = None if code is None else code & 0xFF
         self._forget()
-        if cause in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if cause in _HELD_BY_OTHERS:
             return False  # this one goes uncached
         reason = " ".join(f"{error}".split())[:200]
         if not isinstance(error, OSError) and cause not in _ELSEWHERE and not self._set_aside_once:
@@ -201,10 +206,12 @@ class CacheFile:
 
 def _prepare(connection: sqlite3.Connection) -> None:
     """Make sure that it is a file of ours, or make an empty one ours."""
+    connection.execute("BEGIN")  # another process may make the file between two of these
     application, version, tables = (
         connection.execute(query).fetchone()[0]
         for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
     )
+    connection.execute("COMMIT")
     if application not in (0, _APPLICATION) or (application == 0 and tables):
         raise _Foreign("it is a database of another program")
     if application == _APPLICATION and version != _VERSION:
@@ -223,10 +230,16 @@ def _counter(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute("SELECT number FROM counters WHERE name = ?", (name,)).fetchone()[0])
 
 
+def _size(value: bytes) -> int:
+    return len(value) + _ENTRY_BYTES
+
+
 def _evict(connection: sqlite3.Connection, total: int, goal: int) -> tuple[int, int]:
     """Remove the least recently used entries until at most `goal` bytes are left: bytes left, entries removed."""
     going = []
-    for key, size in connection.execute("SELECT key, length(value) FROM entries ORDER BY used, number"):
+    for key, size in connection.execute(
+        "SELECT key, length(value) + ? FROM entries ORDER BY used, number", (_ENTRY_BYTES,)
+    ):
         if total <= goal:
             break
         going.append((key,))
