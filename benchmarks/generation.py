@@ -24,7 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from stages.engines import GenerationRequest
-from stages.engines.transformers_engine import TransformersEngine, set_threads
+from stages.engines.transformers_engine import TransformersEngine
+from stages.threads import set_threads
 from tests.tiny_model import tiny_tokenizer
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts and turn number to replies

@@ -23,6 +23,7 @@ from schemas.config import Config
 from schemas.errors import LearnerError, RsipoError
 from stages.batch_file import save_batch
 from stages.learner import Logprobs, TrainingBatch, UpdateResult
+from stages.threads import threads_of
 
 _TAIL_LINES = 12
 _STOP_SECONDS = 10.0
@@ -45,7 +46,7 @@ def train_in_processes(
     shutil.rmtree(job, ignore_errors=True)
     job.mkdir(parents=True)
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    threads = _threads_per_process(config)
+    threads = threads_of(config.run.threads, config.learner.processes)
     config = config.model_copy(update={"run": config.run.model_copy(update={"threads": threads})})
     save_batch(job / "batch.safetensors", batch)
     request = {
@@ -57,11 +58,6 @@ def train_in_processes(
     (job / "request.json").write_text(json.dumps(request))
     _run(job, config.learner.processes, threads, log_path)
     return _read_result(job, len(batch.rows))
-
-
-def _threads_per_process(config: Config) -> int:
-    available = config.run.threads or len(os.sched_getaffinity(0))
-    return max(1, available // config.learner.processes)
 
 
 def _run(job: Path, processes: int, threads: int, log_path: Path) -> None:

@@ -31,6 +31,7 @@ from stages.losses import Denominators, LogprobMismatch, logprob_mismatch, merge
 from stages.objective import LossOutputs, Objective, summarise
 from stages.packing import MicroBatch, TrainRow, mini_batches, plan
 from stages.policy_forward import PREFIX, PolicyForward, prepare_policy
+from stages.threads import set_threads
 from stages.zero3 import MOMENTS, Zero3Engine
 
 STATE_VERSION = 1
@@ -120,8 +121,7 @@ class Learner:
         `kl_reference_dir` is the initial policy; it is read only when the objective has a KL term. Raises ArtifactError
         when what was loaded is not what the files hold.
         """
-        if config.run.threads:
-            torch.set_num_threads(config.run.threads)
+        set_threads(config.run.threads, config.learner.processes)
         self.config = config
         self.objective = objective_of(config.objective)
         self.model_dir = model_dir

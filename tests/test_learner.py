@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -362,3 +363,14 @@ def test_supervised_updates_lower_the_negative_log_likelihood(policy: Path) -> N
     start = -float(sum(values)) / tokens
     assert losses[0] == pytest.approx(start, abs=1e-4) and losses[-1] < losses[0] - 0.3
     learner.close()
+
+
+def test_a_learner_says_its_number_of_threads_even_where_torch_would_take_it_anyway(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", said.append)
+    Learner(policy, None, config(run={"threads": 0}))
+    assert said == [len(os.sched_getaffinity(0))]
+    Learner(policy, None, config(run={"threads": 6}, learner={"micro_batch_tokens": 96, "processes": 3}))
+    assert said[1:] == [2]

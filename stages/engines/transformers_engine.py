@@ -8,7 +8,6 @@ wider `tie_margin` makes it very likely. `transformers.generate` is not used: it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from stages.engines.model_loading import copy_weights, load_module, load_tokeniz
 from stages.engines.reply import Reply
 from stages.engines.sampling import choose
 from stages.rendering import check_vocabulary, end_of_turn_ids
+from stages.threads import set_threads
 
 TIE_MARGIN = {torch.float32: 1e-4}  # of the CDF; the noise of fp32 logits moves it by less than 1e-5
 LOW_PRECISION_TIE_MARGIN = 1e-2
@@ -218,11 +218,6 @@ class TransformersEngine:
         """Next-token logits (1, vocabulary) in the shape that does not depend on any batch or session."""
         input_ids = torch.tensor([ids], device=self.module.device)
         return self.module(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits[:, -1]
-
-
-def set_threads(threads: int) -> None:
-    """CPU threads of torch in this process; 0 takes every core the process may use."""
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
 
 
 def _generation_eos_ids(module: PreTrainedModel) -> Collection[int]:
