@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -142,6 +142,39 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     content = write_parquet(tmp_path / "a", PASSAGES).read_bytes()
     path = write(tmp_path / "cut.parquet", content[: len(content) // 2])
     with pytest.raises(ArtifactError, match="cut.parquet"):
+        list(read_passages([path]))
+
+
+def test_a_row_of_parquet_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    content = pa.array([b"fine", b"fine too", b"\xff\xfe"], pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), 3, content.buffers())
+    pq.write_table(pa.table({"id": ["a", "b", "c"], "text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(ArtifactError, match="UTF-8.*a.parquet, row 3"):
+        list(read_passages([tmp_path / "a.parquet"]))
+
+
+def test_long_rows_of_parquet_come_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        Passage(str(number), "", f"{number} " + chr(97 + number % 26) * (number * 37 % 4000)) for number in range(200)
+    ]
+    path = write_parquet(tmp_path / "a.parquet", rows)
+    [whole] = sources.read_blocks([path], 0, Columns())
+    monkeypatch.setattr(sources, "MOST_BLOCK_BYTES", 20_000)
+    blocks = list(sources.read_blocks([path], 0, Columns()))
+    assert max(len(block.content) for block in blocks) < 60_000 < len(whole.content)
+    assert list(read_passages([path])) == rows
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compress: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setattr(sources, "LONGEST_RECORD_BYTES", 5 << 20)
+    line = b'{"id": "9", "text": "' + b"a" * (4 << 20) + b'"}\n'
+    path = write(tmp_path / "a.jsonl", compress(lines_of(PASSAGES) + line))
+    assert len(list(read_passages([path]))) == len(PASSAGES) + 1
+    path = write(tmp_path / "b.jsonl", compress(lines_of(PASSAGES) + line[:-1] * 2))
+    with pytest.raises(ArtifactError, match=f"too long.*b.jsonl, line {len(PASSAGES) + 1}"):
         list(read_passages([path]))
 
 

@@ -118,7 +118,22 @@ def _arrow_rows(block: Block) -> Iterator[tuple[int, Mapping[str, Any]]]:
     import pyarrow as pa
 
     with pa.ipc.open_stream(block.content) as stream:
-        yield from enumerate(stream.read_all().to_pylist(), block.first)
+        table = stream.read_all()
+    try:
+        yield from enumerate(table.to_pylist(), block.first)
+    except UnicodeDecodeError:
+        yield from _rows_one_by_one(block, table)
+
+
+def _rows_one_by_one(block: Block, table: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The rows before the one whose text is no UTF-8, which some writers let pass; raises ArtifactError for that one."""
+    for number in range(table.num_rows):
+        try:
+            [record] = table.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            place = block.place(block.first + number)
+            raise ArtifactError("a row is not UTF-8 text", where=place, found=str(error)) from None
+        yield block.first + number, record
 
 
 def passage_of(record: Mapping[str, Any], columns: Columns = DEFAULT_COLUMNS) -> Passage:

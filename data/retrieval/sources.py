@@ -21,6 +21,7 @@ from schemas.errors import ArtifactError, ConfigError
 
 LEAST_BLOCK_BYTES = 4 << 20
 MOST_BLOCK_BYTES = 32 << 20
+LONGEST_RECORD_BYTES = 64 << 20  # of one line: more is no passage, but another format or a decompression bomb
 PARQUET_ROWS = 32768
 
 _READ_BYTES = 1 << 20
@@ -68,7 +69,7 @@ def checked_paths(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The corpus files in order. Raises ConfigError for none, ArtifactError for one that is no readable file."""
     if not paths:
         raise ConfigError("no file of passages was given", expected="at least one", remedy="pass --passages FILE")
-    checked = [Path(path).expanduser() for path in paths]
+    checked = [Path(os.path.expanduser(path)) for path in paths]
     for path in checked:
         if not path.is_file():
             what = "is a directory" if path.is_dir() else "none"
@@ -132,6 +133,13 @@ def _lines(path: Path, file: IO[bytes], magic: bytes, block_bytes: int) -> Itera
         if not piece:
             return
         # A record longer than a block makes its block longer.
+        if len(content) - end > LONGEST_RECORD_BYTES:
+            raise ArtifactError(
+                "a line is too long for a passage",
+                where=f"{path}, line {first}",
+                expected=f"one JSON object a line, of at most {LONGEST_RECORD_BYTES} bytes",
+                found=f"{len(content) - end} bytes without a line feed",
+            )
         kept, size = [content[end:]], len(content) - end
 
 
@@ -144,7 +152,7 @@ def _rows(path: Path, file: IO[bytes], columns: Columns) -> Iterator[Block]:
         names = _present_columns(path, table.schema_arrow.names, columns)
         first, size = 1, os.stat(path).st_size
         rows = max(1, table.metadata.num_rows)
-        for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=names):
+        for batch in table.iter_batches(batch_size=_rows_of_a_block(table.metadata), columns=names):
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, batch.schema) as writer:
                 writer.write_batch(batch)
@@ -155,6 +163,12 @@ def _rows(path: Path, file: IO[bytes], columns: Columns) -> Iterator[Block]:
         raise ArtifactError(
             "the Parquet file is damaged", where=str(path), found=str(error), remedy="fetch or write the file again"
         ) from error
+
+
+def _rows_of_a_block(metadata: Any) -> int:
+    """As many as fit into a block on average: texts may be whole books."""
+    size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+    return max(1, min(PARQUET_ROWS, MOST_BLOCK_BYTES * metadata.num_rows // max(1, size)))
 
 
 def _present_columns(path: Path, names: Sequence[str], columns: Columns) -> list[str]:
