@@ -412,6 +412,14 @@ def test_a_file_that_another_process_holds_means_an_uncached_answer(
     assert inner.asked == ["a", "b", "b"] and not notes
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RSIPO_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME, for a number that no user has
+    with pytest.raises(ConfigError, match="RSIPO_CACHE"):
+        cache_home()
+
+
 def test_where_the_cache_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RSIPO_CACHE", raising=False)

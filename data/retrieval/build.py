@@ -83,7 +83,7 @@ def ensure_index(
     if workers is not None and workers < 1:
         raise ConfigError("there must be a worker", where="workers", expected="1 or more", found=workers)
     count = recipe.workers(workers or default_workers())
-    target = Path(os.path.realpath(Path(out).expanduser()))
+    target = Path(os.path.realpath(os.path.expanduser(out)))
     existing = _existing(target, force)
     if existing is not None and _is_up_to_date(existing, corpus, recipe, count, reporter, force):
         if staging_folder(target).exists():  # killed after it had published

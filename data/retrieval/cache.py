@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import sys
 import threading
 import zlib
@@ -56,7 +57,7 @@ class CachedRetriever:
             )
         self.hits = self.misses = 0
         self._inner, self._lock = inner, threading.Lock()
-        self._file = CacheFile(Path(path).expanduser(), int(max_megabytes * 1e6), note)
+        self._file = CacheFile(Path(os.path.expanduser(path)), int(max_megabytes * 1e6), note)
         self._identity: str | None = None
         if inner.settings.get("kind") != "http" or inner.settings.get("index") == UNNAMED:
             # A server with a name is asked when the first search comes; one that is down concerns searches, not this object.

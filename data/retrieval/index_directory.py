@@ -36,7 +36,7 @@ class IndexDirectory:
 
         Raises ArtifactError for a directory that is missing, unfinished, damaged, or no index.
         """
-        root = Path(os.path.realpath(Path(path).expanduser()))
+        root = Path(os.path.realpath(os.path.expanduser(path)))
         manifest = read_manifest(root, verify=False, remedy=_REMEDY)
         facts = manifest.extra
         if manifest.kind != INDEX_KIND or facts.get("version") != INDEX_VERSION:

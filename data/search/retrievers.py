@@ -76,7 +76,7 @@ def open_retriever(options: SearchOptions) -> CountedRetriever:
         return CountedRetriever(inner, corpus)
     from data.retrieval.cache import CachedRetriever
 
-    path = Path(options.cache.path).expanduser() if options.cache.path else cache_home() / "queries.sqlite"
+    path = Path(options.cache.path) if options.cache.path else cache_home() / "queries.sqlite"
     return CountedRetriever(inner, corpus, CachedRetriever(inner, path, max_megabytes=options.cache.max_megabytes))
 
 
@@ -110,7 +110,7 @@ def _local(chosen: RetrieverOptions) -> tuple[Retriever, Callable[[], str | None
     if chosen.index.startswith(GENERATED):
         index = generated_index(chosen.index)
     else:
-        index = IndexDirectory.open(Path(chosen.index).expanduser())
+        index = IndexDirectory.open(chosen.index)
     if index.kind != chosen.kind:
         raise ConfigError(
             "the index is of another kind", where="env.options.retriever", expected=chosen.kind, found=index.kind
