@@ -64,7 +64,7 @@ def serve(
             facts = {"url": f"{url}/retrieve", "index_id": info.index_id, "corpus_sha256": info.corpus_sha256}
             typer.echo(json_text({**facts, "kind": info.kind, "passages": info.passages}))
         else:
-            typer.echo(f"serving {url}/retrieve, index {info.index_id}, {info.passages} passages")
+            typer.echo(visible(f"serving {url}/retrieve, index {info.index_id}, {info.passages} passages"))
 
     try:
         run_server(app, listener, ready=ready)

@@ -111,6 +111,12 @@ def test_answers_do_not_depend_on_the_batch(bert: Path, tmp_path: Path) -> None:
     assert len(retriever.search(["w1"], 100)[0]) == 30  # type: ignore[arg-type]
 
 
+def test_a_query_with_half_a_character_is_answered(bert: Path, tmp_path: Path) -> None:
+    retriever = DenseRetriever(build_index_from(some_passages(), tmp_path / "out", model=str(bert), **SETTINGS))
+    broken, replaced = retriever.search(["w1 \udcff", "w1 ?"], 3)
+    assert broken == replaced and len(broken) == 3  # type: ignore[arg-type]
+
+
 def test_ties_go_to_the_passage_that_comes_first(bert: Path, tmp_path: Path) -> None:
     rows = [Passage(f"p{number}", "", "w1 w2") for number in range(120)]
     retriever = DenseRetriever(build_index_from(rows, tmp_path / "out", model=str(bert), **SETTINGS))

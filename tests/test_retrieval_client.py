@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from data.retrieval import Hit, Passage, RetrievalFault
 from data.retrieval.remote import HttpRetriever
-from data.retrieval.wire import read_response, response_body
+from data.retrieval.wire import ShapeError, read_object, read_response, response_body
 from schemas.errors import ConfigError
 from tests.retrieval_fakes import document, http_server, passages_for, standard_answer
 
@@ -280,6 +280,12 @@ def test_json_of_another_shape_is_a_fault_at_once(body: str) -> None:
 def test_no_bytes_make_the_client_raise(body: str | bytes) -> None:
     with http_server(lambda path, _: (200, body, {})) as (url, _):
         faults(client(url, retries=0).search(["a"], 1))
+
+
+def test_json_of_any_depth_is_a_fault_of_the_answer() -> None:
+    for depth in range(900, 1000):
+        with pytest.raises(ShapeError):
+            read_object(b"[" * depth + b"]" * depth)
 
 
 def test_a_wrong_number_of_results_is_never_given_to_the_wrong_queries() -> None:

@@ -15,6 +15,7 @@ from data.retrieval import Answer, Hit
 from data.retrieval.dense_build import VECTORS
 from data.retrieval.embedding import load_embedder, model_directory, model_sha256
 from data.retrieval.index_directory import IndexDirectory
+from data.retrieval.wire import clean
 from schemas.errors import ArtifactError, ConfigError
 
 _SPARE = 16  # fetched beside those wanted, to see whether the last of them is tied
@@ -80,7 +81,7 @@ class DenseRetriever:
     def _search_one(self, query: str, topk: int) -> list[Hit]:
         if topk < 1 or not query.strip():
             return []
-        numbers, scores = self.best(self._embedder.one(self._prefix + query), topk)
+        numbers, scores = self.best(self._embedder.one(self._prefix + clean(query)), topk)
         pairs = zip(numbers.tolist(), scores.tolist(), strict=True)
         return [Hit(self.index.passage(number), score) for number, score in pairs]
 

@@ -45,7 +45,10 @@ def shown(value: object) -> str:
     if isinstance(value, (str, bytes)):
         text = repr(value)
     else:
-        text = json.dumps(value, ensure_ascii=True, default=str).replace("\x7f", "\\u007f")
+        try:
+            text = json.dumps(value, ensure_ascii=True, default=str).replace("\x7f", "\\u007f")
+        except RecursionError:
+            text = f"{type(value).__name__}, deeply nested"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
