@@ -141,6 +141,27 @@ def test_a_directory_that_is_no_index_is_never_replaced(corpus: Path, tmp_path: 
     assert build_index([corpus], tmp_path / "empty").passages == 40
 
 
+def test_a_replacement_that_failed_gives_no_leave_to_remove_what_came_later(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    build_index([corpus], out, workers=1)
+
+    def stop(*arguments: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bm25Recipe, "merge", stop)
+        with pytest.raises(KeyboardInterrupt):
+            build_index([corpus], out, workers=1, k1=1.0, force=True)
+    (out / "manifest.json").unlink()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match="something else"):
+        build_index([corpus], out, workers=1, k1=1.0)
+    (out / "thesis.txt").unlink()
+    assert build_index([corpus], out, workers=1, k1=1.0).settings["k1"] == 1.0
+
+
 def test_a_damaged_index_is_noticed_and_rebuilt_only_when_forced(corpus: Path, tmp_path: Path) -> None:
     index = build_index([corpus], tmp_path / "out")
     whole = contents(index.path)

@@ -7,6 +7,7 @@ The published bytes depend on the passages and the settings alone: not on files,
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from data.retrieval.shards import Shard, drop_staging, staging, staging_folder
 from data.retrieval.sources import DEFAULT_COLUMNS, Columns
 from data.retrieval.staged import Staged, stage_corpus
 from data.retrieval.workers import default_workers
-from schemas.artifacts import MANIFEST, file_errors, make_directory, publish_directory, sha256_json
+from schemas.artifacts import MANIFEST, file_errors, make_directory, publish_directory, sha256_json, write_file
 from schemas.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
@@ -107,8 +108,7 @@ def _existing(target: Path, force: bool) -> IndexDirectory | None:
     if not target.exists():
         return None
     if target.is_dir() and not (target / MANIFEST).exists():
-        # A build killed while it replaced an index has left a part of the old one.
-        if not any(target.iterdir()) or (staging_folder(target) / _REPLACING).exists():
+        if _is_left_of_an_index(target):
             return None
     elif target.is_dir():
         try:
@@ -120,6 +120,15 @@ def _existing(target: Path, force: bool) -> IndexDirectory | None:
     raise ArtifactError(
         "something else is where the index should be", where=str(target), remedy="choose another --out, or remove it"
     )
+
+
+def _is_left_of_an_index(target: Path) -> bool:
+    """Whether nothing is there but a part of the index that a build was replacing when it was killed."""
+    try:
+        replaced = json.loads((staging_folder(target) / _REPLACING).read_bytes())
+    except (OSError, ValueError):
+        replaced = []
+    return {path.name for path in target.iterdir()} <= set(replaced)
 
 
 def _is_up_to_date(
@@ -169,8 +178,7 @@ def _publish(target: Path, folder: Path, staged: Staged, recipe: Recipe, reporte
         facts["figures"] = recipe.merge(staged.shards, temporary, reporter.advance)
 
     if target.exists():
-        with file_errors(folder):
-            (folder / _REPLACING).touch()
+        write_file(folder / _REPLACING, json.dumps(sorted(path.name for path in target.iterdir())).encode())
     units = sum(shard.length("texts") for shard in staged.shards) if settings["kind"] == "bm25" else staged.passages
     reporter.stage("writing the index", units, "postings" if settings["kind"] == "bm25" else "vectors")
     inputs = {"corpus": staged.corpus_sha256, "settings": sha256_json(settings)}
