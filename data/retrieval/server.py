@@ -129,8 +129,8 @@ def read_question(body: bytes, max_queries: int, max_topk: int, default_topk: in
     if not 1 <= len(queries) <= max_queries:
         raise _BadRequest(f"expected 1 to {max_queries} queries, found {len(queries)}")
     for query in queries:
-        if not isinstance(query, str) or not query.strip():
-            raise _BadRequest(f"expected in '{name}' a text that is not empty, found {shown(query)}")
+        if not isinstance(query, str):  # a blank one finds nothing: a policy's, in a batch with those of others
+            raise _BadRequest(f"expected in '{name}' a text, found {shown(query)}")
         if len(query) > MAX_QUERY_CHARACTERS:
             raise _BadRequest(f"expected queries of at most {MAX_QUERY_CHARACTERS} characters, found {len(query)}")
     topk = content.get("topk")
