@@ -174,3 +174,22 @@ def test_another_kind_and_damaged_files_are_refused(tmp_path: Path) -> None:
     index.manifest.extra["settings"]["kind"] = "dense"
     with pytest.raises(ConfigError, match="expected bm25, found dense"):
         Bm25Retriever(index)
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "content"),
+    [
+        ("indices.csc.index.npy", -4, b"\xff\xff\xff\x7f"),  # a passage that is none
+        ("indices.csc.index.npy", 11, b"("),  # a header that does not end
+        ("passages.ends.npy", 11, b"("),
+        ("passages.bin", -1, b"\xff"),
+    ],
+)
+def test_damage_that_only_a_search_meets_is_said_too(tmp_path: Path, name: str, offset: int, content: bytes) -> None:
+    path = build_index_from(passages_of(["aru", "berg"]), tmp_path / "out").path
+    damaged = bytearray((path / name).read_bytes())
+    start = offset % len(damaged)
+    damaged[start : start + len(content)] = content
+    (path / name).write_bytes(damaged)
+    with pytest.raises(ArtifactError, match="damaged"):
+        Bm25Retriever(IndexDirectory.open(path)).search(["berg"], 1)

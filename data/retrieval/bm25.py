@@ -32,10 +32,10 @@ class Bm25Retriever:
         with file_errors(index.path):
             try:
                 self._bm25 = bm25s.BM25.load(str(index.path), mmap=True)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ArtifactError(
-                    "the index is damaged", where=str(index.path), found=str(error), remedy="run `rsipo index check`"
-                ) from error
+            except OSError:
+                raise
+            except Exception as error:  # damaged headers and JSON raise errors of many kinds
+                raise self._damaged(error) from error
         # Plain arrays on the mapped memory: slicing them costs a tenth of slicing np.memmap.
         self._bm25.scores = {
             name: np.asarray(value) if name != "num_docs" else value for name, value in self._bm25.scores.items()
@@ -52,16 +52,27 @@ class Bm25Retriever:
         return self.index.index_id
 
     def search(self, queries: Sequence[str], topk: int) -> list[Answer]:
-        """The best `topk` passages of each query that share a word with it, best first. Nothing fails."""
+        """The best `topk` passages of each query that share a word with it, best first.
+
+        Raises ArtifactError where the index turns out to be damaged; else nothing fails.
+        """
         return [self._search_one(query, topk) for query in queries]
 
     def close(self) -> None:
         """Nothing to release: the mapping ends with the last reference."""
 
     def _search_one(self, query: str, topk: int) -> list[Hit]:
-        numbers, scores = self.best(query, topk)
+        try:
+            numbers, scores = self.best(query, topk)
+        except (IndexError, ValueError) as error:  # numbers that point outside
+            raise self._damaged(error) from error
         pairs = zip(numbers.tolist(), scores.tolist(), strict=True)
         return [Hit(self.index.passage(number), score) for number, score in pairs]
+
+    def _damaged(self, error: Exception) -> ArtifactError:
+        return ArtifactError(
+            "the index is damaged", where=str(self.index.path), found=str(error), remedy="run `rsipo index check`"
+        )
 
     def best(self, query: str, topk: int) -> tuple[np.ndarray, np.ndarray]:
         """Numbers (int64) and scores (float32) of the best passages, best first."""

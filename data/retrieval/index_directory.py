@@ -111,13 +111,21 @@ class IndexDirectory:
         return sum(entry.bytes for entry in self.manifest.files.values())
 
     def passage(self, number: int) -> Passage:
-        """The passage with this number, from 0, in the order of the corpus. Raises IndexError outside of it."""
+        """The passage with this number, from 0, in the order of the corpus.
+
+        Raises IndexError outside of it, ArtifactError where the files turn out to be damaged.
+        """
         if not 0 <= number < self.passages:
             raise IndexError(f"passage {number} of {self.passages}")
         start = int(self._ends[3 * number - 1]) if number else 0
         fields = []
         for end in self._ends[3 * number : 3 * number + 3].tolist():
-            fields.append(self._text[start:end].tobytes().decode())
+            try:
+                fields.append(self._text[start:end].tobytes().decode())
+            except UnicodeDecodeError as error:
+                raise ArtifactError(
+                    "the index is damaged", where=str(self.path / TEXT), found=str(error), remedy=_REMEDY
+                ) from error
             start = end
         return Passage(*fields)
 
@@ -133,7 +141,7 @@ class IndexDirectory:
         """A `.npy` file of the index, memory-mapped. Raises ArtifactError when it is damaged."""
         try:
             return np.asarray(np.load(self.path / name, mmap_mode="r", allow_pickle=False))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a damaged header raises errors of many kinds
             raise ArtifactError(
                 "a file of the index is damaged", where=str(self.path / name), found=str(error), remedy=_REMEDY
             ) from error
