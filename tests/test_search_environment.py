@@ -206,3 +206,17 @@ def test_a_generated_index_that_another_process_makes_is_waited_for(monkeypatch:
         monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), other.close()))
         assert generated_index(source).index_id == index.index_id
         assert len(pauses) == 1
+
+
+def test_a_generated_index_that_is_damaged_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setenv("RSIPO_CACHE", str(tmp_path))
+    source = "generated:articles=300,seed=1"
+    index = generated_index(source)
+    before = {path.name: path.read_bytes() for path in index.path.iterdir()}
+    (index.path / "passages.bin").write_bytes(b"cut")
+    again = generated_index(source)
+    assert {path.name: path.read_bytes() for path in again.path.iterdir()} == before
+    shutil.rmtree(tmp_path / "indexes")
+    (tmp_path / "indexes").write_text("a file in the place of the directory")
+    with pytest.raises(ArtifactError):
+        generated_index(source)

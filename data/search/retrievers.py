@@ -14,7 +14,7 @@ from data.retrieval.cache_home import cache_home
 from data.search.options import RetrieverOptions, SearchOptions
 from schemas.artifacts import MANIFEST, sha256_json
 from schemas.config_loading import code_version
-from schemas.errors import ConfigError, LockError
+from schemas.errors import ArtifactError, ConfigError, LockError
 
 if TYPE_CHECKING:
     from data.retrieval.cache import CachedRetriever
@@ -119,7 +119,11 @@ def _local(chosen: RetrieverOptions) -> tuple[Retriever, Callable[[], str | None
 
 
 def generated_index(source: str) -> IndexDirectory:
-    """The BM25 index of a generated encyclopaedia, made in the cache directory where this release has not yet made it."""
+    """The BM25 index of a generated encyclopaedia, made in the cache directory where this release has not yet made it.
+
+    One that is damaged is made again; one that another process makes is waited for. Raises LockError when that takes longer
+    than `BUILD_SECONDS`, ArtifactError when the cache directory cannot be used.
+    """
     from data.retrieval.build import build_index_from
     from data.retrieval.index_directory import IndexDirectory
     from data.search.encyclopaedia import generate_world
@@ -129,11 +133,17 @@ def generated_index(source: str) -> IndexDirectory:
     name = sha256_json({"articles": articles, "seed": seed, "code": code_version()})[:16]
     path = cache_home() / "indexes" / f"generated-{articles}-{seed}-{name}"
     deadline = time.monotonic() + BUILD_SECONDS
-    while not (path / MANIFEST).is_file():
+    anew = False
+    while True:
         try:
-            return build_index_from(generate_world(seed, articles).passages, path)
+            if (path / MANIFEST).is_file() and not anew:
+                return IndexDirectory.open(path)
+            return build_index_from(generate_world(seed, articles).passages, path, force=anew)
         except LockError:  # another process of the run, or another run, makes it just now
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
-    return IndexDirectory.open(path)
+        except ArtifactError:  # damaged, and nobody but this function knows how to make it again
+            if anew:
+                raise
+            anew = True
