@@ -111,6 +111,13 @@ def test_answers_do_not_depend_on_the_batch(bert: Path, tmp_path: Path) -> None:
     assert len(retriever.search(["w1"], 100)[0]) == 30  # type: ignore[arg-type]
 
 
+def test_repeated_ids_are_counted_through_all_files(bert: Path, tmp_path: Path) -> None:
+    rows = some_passages(5)
+    paths = [write_parquet(tmp_path / name, part) for name, part in (("a", rows), ("b", [rows[1]]))]
+    with pytest.raises(ArtifactError, match=r"\(the corpus, passage 2, and the corpus, passage 6\)"):
+        build_index(paths, tmp_path / "out", model=str(bert), **SETTINGS)
+
+
 def test_a_query_with_half_a_character_is_answered(bert: Path, tmp_path: Path) -> None:
     retriever = DenseRetriever(build_index_from(some_passages(), tmp_path / "out", model=str(bert), **SETTINGS))
     broken, replaced = retriever.search(["w1 \udcff", "w1 ?"], 3)

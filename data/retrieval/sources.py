@@ -56,7 +56,8 @@ class Block:
 
     def place(self, number: int) -> str:
         """Where the record with this number lies, for a message."""
-        return f"{self.path}, {self.unit} {number}"
+        # Regrouped passages are counted through all files: `path` is only where the reading is.
+        return f"{'the corpus' if self.unit == 'passage' else self.path}, {self.unit} {number}"
 
     def key(self, plan: str) -> str:
         """Hash of the content and of what is done with it, 32 hex digits."""
