@@ -46,7 +46,7 @@ def serve(
     app = create_app(
         retriever,
         info,
-        max_concurrency=max_concurrency or os.cpu_count() or 1,
+        max_concurrency=max_concurrency or len(os.sched_getaffinity(0)),
         max_waiting=max_waiting,
         max_queries=max_queries,
         max_topk=max_topk,

@@ -182,7 +182,31 @@ def test_requests_that_wait_together_get_each_its_own_answer() -> None:
         for body, future in zip(bodies, futures, strict=True):
             expected = [hits_of(query, body["topk"]) for query in body["queries"]]
             assert future.result().json()["result"] == expected
-    assert len(calls) < 1 + len(bodies) or {len(call) for call in calls[1:]} == {2}
+
+
+def test_what_waits_with_one_number_of_passages_is_retrieved_in_one_call_up_to_a_bound() -> None:
+    calls: list[tuple[int, int]] = []
+
+    class Recording(FakeRetriever):
+        def search(self, queries: Any, topk: int) -> Any:
+            calls.append((len(queries), topk))
+            return super().search(queries, topk)
+
+    async def together(requests: list[tuple[int, int]]) -> None:
+        retriever = Recording()
+        retriever.gate = threading.Event()
+        dispatcher = Dispatcher(retriever, max_concurrency=1, max_waiting=len(requests))
+        first = asyncio.create_task(dispatcher.search(["first"], 1))
+        while not calls:
+            await asyncio.sleep(0.001)
+        tasks = [asyncio.create_task(dispatcher.search(["q"] * size, topk)) for size, topk in requests]
+        await asyncio.sleep(0)  # each has asked and waits
+        retriever.gate.set()
+        assert [len(answers) for answers in await asyncio.gather(first, *tasks)] == [1, *(n for n, _ in requests)]
+        dispatcher.close()
+
+    asyncio.run(together([(30, 3), (30, 3), (30, 3), (5, 2), (5, 3), (100, 3), (1, 3)]))
+    assert calls == [(1, 1), (60, 3), (30, 3), (5, 2), (5, 3), (100, 3), (1, 3)]
 
 
 def test_a_query_that_breaks_the_retriever_breaks_no_other_request() -> None:
