@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from data.retrieval.bm25 import Bm25Retriever
-from data.retrieval.build import build_index
-from data.retrieval.index_directory import IndexDirectory
+from data.retrieval.index.build import build_index
+from data.retrieval.index.directory import IndexDirectory
 
 NEED_PASSAGES_PER_SECOND, NEED_QUERY_MS, NEED_LOAD_SECONDS = 8000.0, 3.0, 0.5
 WORDS = 200_000

@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from data.retrieval import Passage
-from data.retrieval.build import build_index_from
+from data.retrieval.index.build import build_index_from
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS, WORDS_OF_A_PASSAGE, TOPK = 60_000, 100, 3

@@ -139,7 +139,7 @@ def _golden_question() -> str:
     """One question about a generated encyclopaedia, answered with what BM25 finds for its subject."""
     import tempfile
 
-    from data.retrieval.build import build_index_from
+    from data.retrieval.index.build import build_index_from
     from data.retrieval.open_index import retriever_of
     from data.search.encyclopaedia import MIN_ARTICLES, generate_world
     from schemas.errors import EnvironmentFault

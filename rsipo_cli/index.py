@@ -13,7 +13,7 @@ from rsipo_cli.options import Quiet
 
 if TYPE_CHECKING:
     from data.retrieval import Hit
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.index.directory import IndexDirectory
 
 app = typer.Typer(
     help="Build, show, search, check and serve indexes of passages.",
@@ -60,10 +60,10 @@ def build(
     quiet: Quiet = False,
 ) -> None:
     """Build an index of passages; a killed build goes on where it was when the same command runs again."""
-    from data.retrieval.build import ensure_index
-    from data.retrieval.corpus import Corpus
-    from data.retrieval.recipes import recipe_of
-    from data.retrieval.sources import Columns
+    from data.retrieval.index.build import ensure_index
+    from data.retrieval.index.corpus import Corpus
+    from data.retrieval.index.recipes import recipe_of
+    from data.retrieval.index.sources import Columns
     from rsipo_cli.console import make_reporter
 
     given = {"k1": k1, "b": b, "model": model, "pooling": pooling, "query_prefix": query_prefix}
@@ -115,7 +115,7 @@ if importlib.util.find_spec("rsipo_cli.serve") is not None:
 
 
 def _open(directory: Path) -> IndexDirectory:
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.index.directory import IndexDirectory
 
     return IndexDirectory.open(directory)
 

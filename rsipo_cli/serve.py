@@ -30,9 +30,9 @@ def serve(
     as_json: options.AsJson = False,
 ) -> None:
     """Serve an index by the Search-R1 protocol until stopped: POST /retrieve, GET /health."""
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.http.server import IndexInfo, create_app, listen, run_server, url_of
+    from data.retrieval.index.directory import IndexDirectory
     from data.retrieval.open_index import retriever_of
-    from data.retrieval.server import IndexInfo, create_app, listen, run_server, url_of
     from rsipo_cli.console import json_text
     from rsipo_cli.failures import Stopped
     from rsipo_cli.text import visible

@@ -12,7 +12,7 @@ from rsipo_cli.task_panels import SEARCH, escaped, load_panel, noun, summary, wa
 
 if TYPE_CHECKING:
     from data.environments import Environment
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.index.directory import IndexDirectory
     from data.tasks import Panel, Task
 
 
@@ -89,7 +89,7 @@ def _stock_fault(task: Task, commands: list[str]) -> str | None:
 
 def check_questions(source: str, limit: int | None, *, index: Path | None, topk: int) -> Outcome:
     """Questions and answers are more than articles and punctuation; with an index, how often it finds a gold answer."""
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.index.directory import IndexDirectory
     from data.search.question_checks import question_faults, repeated_questions
 
     outcome = Outcome(load_panel(SEARCH, source, limit))

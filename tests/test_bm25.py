@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from data.retrieval import Hit, Passage, RetrievalFault
 from data.retrieval.bm25 import Bm25Retriever, best_of
-from data.retrieval.build import build_index_from
-from data.retrieval.index_directory import IndexDirectory
-from data.retrieval.passages import indexed_text
-from data.retrieval.words import WordCounts, query_words
+from data.retrieval.index.build import build_index_from
+from data.retrieval.index.directory import IndexDirectory
+from data.retrieval.index.passages import indexed_text
+from data.retrieval.index.words import WordCounts, query_words
 from schemas.errors import ArtifactError, ConfigError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

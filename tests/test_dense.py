@@ -13,12 +13,13 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from data.retrieval import Passage, dense_build
-from data.retrieval.build import build_index, build_index_from
+from data.retrieval import Passage
 from data.retrieval.dense import DenseRetriever
-from data.retrieval.embedding import Embedder, model_sha256
-from data.retrieval.index_directory import IndexDirectory
-from data.retrieval.passages import corpus_sha256, indexed_text
+from data.retrieval.index import dense_build
+from data.retrieval.index.build import build_index, build_index_from
+from data.retrieval.index.directory import IndexDirectory
+from data.retrieval.index.embedding import Embedder, model_sha256
+from data.retrieval.index.passages import corpus_sha256, indexed_text
 from schemas.errors import ArtifactError, ConfigError, NumericsError
 from tests.test_passages import write_parquet
 

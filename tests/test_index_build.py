@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.retrieval import Passage, build, passages, postings, shards, sources, staged
-from data.retrieval.build import build_index, build_index_from
-from data.retrieval.corpus import Corpus
-from data.retrieval.index_directory import IndexDirectory
-from data.retrieval.passages import corpus_sha256
-from data.retrieval.recipes import Bm25Recipe
-from data.retrieval.sources import DEFAULT_COLUMNS, Columns
+from data.retrieval import Passage
+from data.retrieval.index import build, passages, postings, shards, sources, staged
+from data.retrieval.index.build import build_index, build_index_from
+from data.retrieval.index.corpus import Corpus
+from data.retrieval.index.directory import IndexDirectory
+from data.retrieval.index.passages import corpus_sha256
+from data.retrieval.index.recipes import Bm25Recipe
+from data.retrieval.index.sources import DEFAULT_COLUMNS, Columns
 from schemas.errors import ArtifactError, ConfigError, LockError, RsipoError
 from tests.kill_points import calls_until_end, killed_at
 
@@ -201,7 +202,7 @@ def test_finished_shards_are_taken_up_and_changed_ones_are_not(
         made.append(path.name)
         write_shard(path, arrays)
 
-    monkeypatch.setattr("data.retrieval.staged.write_shard", counted)
+    monkeypatch.setattr("data.retrieval.index.staged.write_shard", counted)
     with pytest.raises(RsipoError, match="disk is full"):
         build_index([corpus], tmp_path / "out", workers=1)
     assert not (tmp_path / "out").exists()
@@ -300,7 +301,7 @@ def test_a_build_killed_before_any_system_call_goes_on_to_the_same_bytes(
 
 KILLED_SCRIPT = """
 import sys
-from data.retrieval import sources, build
+from data.retrieval.index import sources, build
 sources.LEAST_BLOCK_BYTES, sources._READ_BYTES = 9000, 3000
 if __name__ == "__main__":
     build.build_index([sys.argv[1]], sys.argv[2], workers=2)

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.retrieval import Passage, sources
-from data.retrieval.passages import blocks_of, corpus_sha256, parse_block, read_passages
-from data.retrieval.sources import Columns, read_blocks
+from data.retrieval import Passage
+from data.retrieval.index import sources
+from data.retrieval.index.passages import blocks_of, corpus_sha256, parse_block, read_passages
+from data.retrieval.index.sources import Columns, read_blocks
 from schemas.errors import ArtifactError, ConfigError
 
 PASSAGES = [
@@ -202,7 +203,7 @@ def test_an_id_that_comes_twice_is_refused_with_both_places(tmp_path: Path) -> N
 
 
 def test_ids_whose_hashes_are_equal_are_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.retrieval.passages.id_hash", lambda passage_id: b"\0" * 8)
+    monkeypatch.setattr("data.retrieval.index.passages.id_hash", lambda passage_id: b"\0" * 8)
     path = write(tmp_path / "a.jsonl", lines_of(PASSAGES))
     assert list(read_passages([path])) == PASSAGES
     path.write_bytes(lines_of([*PASSAGES, PASSAGES[1]]))

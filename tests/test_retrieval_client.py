@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.retrieval import Hit, Passage, RetrievalFault
-from data.retrieval.remote import HttpRetriever
-from data.retrieval.wire import ShapeError, read_object, read_response, response_body
+from data.retrieval.http.client import HttpRetriever
+from data.retrieval.http.wire import ShapeError, read_object, read_response, response_body
 from schemas.errors import ConfigError
 from tests.retrieval_fakes import document, http_server, passages_for, standard_answer
 
@@ -295,7 +295,7 @@ def test_a_wrong_number_of_results_is_never_given_to_the_wrong_queries() -> None
 
 
 def test_an_answer_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.retrieval.attempts.MAX_RESPONSE_BYTES", 1000)
+    monkeypatch.setattr("data.retrieval.http.attempts.MAX_RESPONSE_BYTES", 1000)
     with http_server(lambda path, body: (200, "x" * 5000, {})) as (url, requests):
         (fault,) = faults(client(url).search(["a"], 1))
     assert "too large" in str(fault) and len(requests) == 1

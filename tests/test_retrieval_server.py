@@ -20,9 +20,9 @@ import httpx2
 import pytest
 
 from data.retrieval import Answer, Passage
-from data.retrieval.dispatch import Dispatcher
-from data.retrieval.remote import HttpRetriever
-from data.retrieval.server import MAX_BODY_BYTES, IndexInfo, create_app, listen, run_server, url_of
+from data.retrieval.http.client import HttpRetriever
+from data.retrieval.http.dispatch import Dispatcher
+from data.retrieval.http.server import MAX_BODY_BYTES, IndexInfo, create_app, listen, run_server, url_of
 from rsipo_cli.serve import serve
 from schemas.errors import ConfigError, RsipoError
 from tests.retrieval_fakes import FakeRetriever, passages_for
@@ -241,7 +241,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from data.retrieval.build import build_index_from
+    from data.retrieval.index.build import build_index_from
 
     passages = [
         Passage("1", "Aru", "The mountain Aru lies in Belonia."),

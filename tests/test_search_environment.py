@@ -9,7 +9,7 @@ import time
 import pytest
 
 from data.environments import CountsWork, Environment, EnvironmentSpec, PreparesSteps
-from data.retrieval.shards import staging
+from data.retrieval.index.shards import staging
 from data.search import retrievers
 from data.search.environment import SearchEnvironment
 from data.search.retrievers import generated_index

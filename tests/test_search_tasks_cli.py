@@ -203,7 +203,7 @@ def test_recall_asks_many_questions_at_once_and_passes_a_fault_on() -> None:
 
 
 def test_an_index_tells_how_often_it_finds_a_gold_answer(tmp_path: Path) -> None:
-    from data.retrieval.build import build_index_from
+    from data.retrieval.index.build import build_index_from
     from data.search.encyclopaedia import generate_world
 
     build_index_from(generate_world(1, 300).passages, tmp_path / "index")

@@ -22,7 +22,7 @@ from data.environments import Observation, Turn
 from data.policies.conversations import Conversation, Message
 from data.prompts.search import INVITATION, CompactPrompts
 from data.retrieval import Hit, Passage
-from data.retrieval.passages import indexed_text
+from data.retrieval.index.passages import indexed_text
 from data.search.demonstrator import Searcher, bad_plans, good_plan, reading
 from data.search.encyclopaedia import SPLITS, Question, World, generate_world
 from data.search.environment import information

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from data.retrieval import Answer, Hit
-from data.retrieval.index_directory import IndexDirectory
-from data.retrieval.words import query_words
+from data.retrieval.index.directory import IndexDirectory
+from data.retrieval.index.words import query_words
 from schemas.artifacts import file_errors
 from schemas.errors import ArtifactError, ConfigError
 

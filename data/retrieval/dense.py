@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from data.retrieval import Answer, Hit
-from data.retrieval.dense_build import VECTORS
-from data.retrieval.embedding import load_embedder, model_directory, model_sha256
-from data.retrieval.index_directory import IndexDirectory
-from data.retrieval.wire import clean
+from data.retrieval.http.wire import clean
+from data.retrieval.index.dense_build import VECTORS
+from data.retrieval.index.directory import IndexDirectory
+from data.retrieval.index.embedding import load_embedder, model_directory, model_sha256
 from schemas.errors import ArtifactError, ConfigError
 
 _SPARE = 16  # fetched beside those wanted, to see whether the last of them is tied

@@ -9,7 +9,7 @@ from data.retrieval import Retriever
 from schemas.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.index.directory import IndexDirectory
 
 
 def retriever_of(index: IndexDirectory) -> Retriever:
@@ -29,6 +29,6 @@ def retriever_of(index: IndexDirectory) -> Retriever:
 
 def open_retriever(path: Path | str) -> Retriever:
     """Open the index directory at `path`. Raises ArtifactError when it is missing, damaged or of an unknown kind."""
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.index.directory import IndexDirectory
 
     return retriever_of(IndexDirectory.open(Path(path)))

@@ -70,7 +70,7 @@ class World:
     @cached_property
     def corpus_sha256(self) -> str:
         """Hash of the passages; equals that of an index built from them."""
-        from data.retrieval.passages import corpus_sha256
+        from data.retrieval.index.passages import corpus_sha256
 
         return corpus_sha256(self.passages)
 

@@ -18,7 +18,7 @@ from schemas.errors import ArtifactError, ConfigError, LockError
 
 if TYPE_CHECKING:
     from data.retrieval.cache import CachedRetriever
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.index.directory import IndexDirectory
 
 URL_VARIABLE = "RSIPO_RETRIEVER_URL"
 BUILD_SECONDS = 600.0  # wait for another process that makes the same generated index, which takes it a few
@@ -81,7 +81,7 @@ def open_retriever(options: SearchOptions) -> CountedRetriever:
 
 
 def _server(chosen: RetrieverOptions) -> tuple[Retriever, Callable[[], str | None]]:
-    from data.retrieval.remote import HttpRetriever
+    from data.retrieval.http.client import HttpRetriever
 
     url = os.environ.get(URL_VARIABLE) or chosen.url
     if not url:
@@ -104,7 +104,7 @@ def _server(chosen: RetrieverOptions) -> tuple[Retriever, Callable[[], str | Non
 
 
 def _local(chosen: RetrieverOptions) -> tuple[Retriever, Callable[[], str | None]]:
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.index.directory import IndexDirectory
     from data.retrieval.open_index import retriever_of
 
     if chosen.index.startswith(GENERATED):
@@ -124,8 +124,8 @@ def generated_index(source: str) -> IndexDirectory:
     One that is damaged is made again; one that another process makes is waited for. Raises LockError when that takes longer
     than `BUILD_SECONDS`, ArtifactError when the cache directory cannot be used.
     """
-    from data.retrieval.build import build_index_from
-    from data.retrieval.index_directory import IndexDirectory
+    from data.retrieval.index.build import build_index_from
+    from data.retrieval.index.directory import IndexDirectory
     from data.search.encyclopaedia import generate_world
     from data.search.panels import parse_world
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from multiprocessing import connection
 from typing import TypeVar
 
-from data.retrieval.sources import Block
+from data.retrieval.index.sources import Block
 from schemas.errors import RsipoError
 
 Result = TypeVar("Result")

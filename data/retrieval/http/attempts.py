@@ -16,8 +16,8 @@ from typing import TypeVar
 import httpx2
 
 from data.retrieval import RetrievalFault
-from data.retrieval.breaker import CircuitBreaker, Permit
-from data.retrieval.wire import ShapeError, shown
+from data.retrieval.http.breaker import CircuitBreaker, Permit
+from data.retrieval.http.wire import ShapeError, shown
 
 MAX_RESPONSE_BYTES = 64 * 1024 * 1024
 MAX_PAUSE_SECONDS = 30.0  # between two attempts, whatever Retry-After says

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.retrieval.corpus import Corpus, Progress
-from data.retrieval.passages import empty_corpus, repeated_id, suspects
-from data.retrieval.recipes import Recipe
-from data.retrieval.shards import SHARD_VERSION, Shard, shard_path, write_shard
-from data.retrieval.sources import Block, Columns
-from data.retrieval.workers import map_blocks
+from data.retrieval.index.corpus import Corpus, Progress
+from data.retrieval.index.passages import empty_corpus, repeated_id, suspects
+from data.retrieval.index.recipes import Recipe
+from data.retrieval.index.shards import SHARD_VERSION, Shard, shard_path, write_shard
+from data.retrieval.index.sources import Block, Columns
+from data.retrieval.index.workers import map_blocks
 from schemas.artifacts import sha256_json
 from schemas.errors import ArtifactError
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib import format as npy
 
-from data.retrieval.shards import Shard
+from data.retrieval.index.shards import Shard
 from schemas.artifacts import file_errors
 from schemas.errors import ArtifactError
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.retrieval.passages import id_hash, indexed_text, parse_block, passage_digest
-from data.retrieval.sources import Block, Columns
-from data.retrieval.words import WordCounts
+from data.retrieval.index.passages import id_hash, indexed_text, parse_block, passage_digest
+from data.retrieval.index.sources import Block, Columns
+from data.retrieval.index.words import WordCounts
 from schemas.artifacts import file_errors, fsync_path, make_directory, remove_leftovers, temporary_sibling
 from schemas.errors import LockError
 

@@ -77,7 +77,7 @@ class IndexDirectory:
 
     @property
     def corpus_sha256(self) -> str:
-        """Hash of the passages alone, see `data.retrieval.passages.corpus_sha256`."""
+        """Hash of the passages alone, see `data.retrieval.index.passages.corpus_sha256`."""
         return str(self.manifest.extra["corpus_sha256"])
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data.retrieval import Passage
-from data.retrieval.sources import DEFAULT_COLUMNS, Block, Columns, block_bytes_for, checked_paths, read_blocks
+from data.retrieval.index.sources import DEFAULT_COLUMNS, Block, Columns, block_bytes_for, checked_paths, read_blocks
 from schemas.errors import ArtifactError
 
 _REMEDY = "name the columns with --id-column, --title-column and --text-column"

@@ -23,8 +23,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from data.retrieval import Hit, RetrievalFault, Retriever
-from data.retrieval.dispatch import Busy, Dispatcher
-from data.retrieval.wire import ShapeError, clean, read_object, response_body, shown
+from data.retrieval.http.dispatch import Busy, Dispatcher
+from data.retrieval.http.wire import ShapeError, clean, read_object, response_body, shown
 from schemas.errors import ConfigError
 
 MAX_BODY_BYTES = 4 * 1024 * 1024

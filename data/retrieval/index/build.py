@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.retrieval import Passage
-from data.retrieval.corpus import Corpus, corpus_hash
-from data.retrieval.index_directory import ENDS, INDEX_KIND, INDEX_VERSION, TEXT, IndexDirectory
-from data.retrieval.postings import ArrayFile
-from data.retrieval.recipes import Recipe, recipe_of
-from data.retrieval.shards import Shard, drop_staging, staging, staging_folder
-from data.retrieval.sources import DEFAULT_COLUMNS, Columns
-from data.retrieval.staged import Staged, stage_corpus
-from data.retrieval.workers import default_workers
+from data.retrieval.index.corpus import Corpus, corpus_hash
+from data.retrieval.index.directory import ENDS, INDEX_KIND, INDEX_VERSION, TEXT, IndexDirectory
+from data.retrieval.index.postings import ArrayFile
+from data.retrieval.index.recipes import Recipe, recipe_of
+from data.retrieval.index.shards import Shard, drop_staging, staging, staging_folder
+from data.retrieval.index.sources import DEFAULT_COLUMNS, Columns
+from data.retrieval.index.staged import Staged, stage_corpus
+from data.retrieval.index.workers import default_workers
 from schemas.artifacts import MANIFEST, file_errors, make_directory, publish_directory, sha256_json, write_file
 from schemas.errors import ArtifactError, ConfigError
 
@@ -46,7 +46,7 @@ def build_index(
 ) -> IndexDirectory:
     """The index of the passages in some files, built if it is not there; `settings` are those of the kind.
 
-    bm25: `k1`, `b`; dense: see `data.retrieval.dense_build.DenseRecipe`. A second call does nothing. Raises ConfigError for
+    bm25: `k1`, `b`; dense: see `data.retrieval.index.dense_build.DenseRecipe`. A second call does nothing. Raises ConfigError for
     a wrong setting, ArtifactError for a bad corpus (with file and line) and for an index at `out` that was made from other
     passages or settings unless `force`, LockError when another process builds it, RsipoError for a full disk.
     """

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.retrieval import Hit, Passage
-from data.retrieval.passages import split_contents
+from data.retrieval.index.passages import split_contents
 
 SHOWN_CHARACTERS = 120  # of foreign text in a message
 
@@ -68,7 +68,7 @@ def single_request(query: str, topk: int) -> dict[str, Any]:
 
 
 def join_contents(passage: Passage) -> str:
-    """The inverse of `data.retrieval.passages.split_contents`, as servers of the protocol send it."""
+    """The inverse of `data.retrieval.index.passages.split_contents`, as servers of the protocol send it."""
     return f'"{passage.title}"\n{passage.text}'
 
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.retrieval.embedding import Embedder, Pooling, load_embedder, model_directory, model_sha256
-from data.retrieval.passages import regrouped
-from data.retrieval.postings import ArrayFile
-from data.retrieval.shards import Shard, passage_arrays
-from data.retrieval.sources import Block, Columns
+from data.retrieval.index.embedding import Embedder, Pooling, load_embedder, model_directory, model_sha256
+from data.retrieval.index.passages import regrouped
+from data.retrieval.index.postings import ArrayFile
+from data.retrieval.index.shards import Shard, passage_arrays
+from data.retrieval.index.sources import Block, Columns
 from schemas.artifacts import file_errors
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from data.retrieval.corpus import Corpus
+    from data.retrieval.index.corpus import Corpus
 
 VECTORS = "vectors.npy"
 SHARD_PASSAGES = 2048

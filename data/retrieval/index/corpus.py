@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from data.retrieval import Passage
-from data.retrieval.passages import blocks_of, parse_block, passage_digest
-from data.retrieval.sources import Block, Columns, block_bytes_for, checked_paths, read_blocks
-from data.retrieval.workers import map_blocks
+from data.retrieval.index.passages import blocks_of, parse_block, passage_digest
+from data.retrieval.index.sources import Block, Columns, block_bytes_for, checked_paths, read_blocks
+from data.retrieval.index.workers import map_blocks
 
 if TYPE_CHECKING:
     from data.progress import Reporter
@@ -55,7 +55,7 @@ def _digests_of(block: Block, columns: Columns) -> bytes:
 
 
 def corpus_hash(corpus: Corpus, workers: int, reporter: Reporter) -> str:
-    """The hash of a corpus, see `data.retrieval.passages.corpus_sha256`, worked out by several processes."""
+    """The hash of a corpus, see `data.retrieval.index.passages.corpus_sha256`, worked out by several processes."""
     state = hashlib.sha256()
     watch = Progress(corpus, reporter)
     work = functools.partial(_digests_of, columns=corpus.columns)

@@ -1,8 +1,8 @@
-"""Client of retrieval servers that speak the Search-R1 protocol (`data.retrieval.wire`), ours and others.
+"""Client of retrieval servers that speak the Search-R1 protocol (`data.retrieval.http.wire`), ours and others.
 
 Failures never raise: each is a RetrievalFault in the place of its query. Connection errors, time-outs, 429, 5xx and answers
 that are no JSON are tried again, a bounded number of times and with growing pauses; a server that is down costs one
-request's retries, not those of every query (`data.retrieval.breaker`). Which index answers is checked: our server tells
+request's retries, not those of every query (`data.retrieval.http.breaker`). Which index answers is checked: our server tells
 its id, and an id that differs from the configured or the first seen one is a fault.
 """
 
@@ -20,8 +20,8 @@ from typing import Any, Literal
 import httpx2
 
 from data.retrieval import Answer, Hit, RetrievalFault
-from data.retrieval.attempts import Attempts, Patience, Refused, Reply
-from data.retrieval.wire import ShapeError, many_request, read_object, read_response, shown, single_request
+from data.retrieval.http.attempts import Attempts, Patience, Refused, Reply
+from data.retrieval.http.wire import ShapeError, many_request, read_object, read_response, shown, single_request
 from schemas.errors import ConfigError
 
 UNNAMED = "unnamed"

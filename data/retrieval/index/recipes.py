@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data.retrieval.corpus import Corpus
-from data.retrieval.postings import merge_postings
-from data.retrieval.shards import Shard, passage_arrays, word_arrays
-from data.retrieval.sources import Block, Columns
-from data.retrieval.words import TOKEN_PATTERN
+from data.retrieval.index.corpus import Corpus
+from data.retrieval.index.postings import merge_postings
+from data.retrieval.index.shards import Shard, passage_arrays, word_arrays
+from data.retrieval.index.sources import Block, Columns
+from data.retrieval.index.words import TOKEN_PATTERN
 from schemas.artifacts import sha256_json
 from schemas.errors import ConfigError
 
@@ -106,7 +106,7 @@ def recipe_of(kind: str, settings: dict[str, Any]) -> Recipe:
         made: Callable[..., Recipe] = Bm25Recipe
         known = {"k1", "b"}
     elif kind == "dense":
-        from data.retrieval.dense_build import DENSE_SETTINGS, DenseRecipe
+        from data.retrieval.index.dense_build import DENSE_SETTINGS, DenseRecipe
 
         made, known = DenseRecipe, set(DENSE_SETTINGS)
     else:
