@@ -15,7 +15,7 @@ import numpy as np
 
 from data.environments import Environment, Observation, ParsedReply, PreparesSteps, Session, StepResult
 from data.seeds import derive_seed
-from schemas.errors import EngineError, EnvironmentFault, EnvironmentTimeout, RsipoError
+from schemas.errors import ConfigError, EngineError, EnvironmentFault, EnvironmentTimeout, RsipoError
 from stages.engines import Engine, GenerationRequest, GenerationResult
 from stages.episode_records import EpisodeJob, EpisodeRecord, TurnRecord, episodes_from_tables
 from stages.rendering import Renderer, next_prompt_ids
@@ -53,7 +53,8 @@ def play(
 
     At most `batch_episodes` are alive at once (default: all); it changes no sampled token and no outcome. `reporter`
     advances by the episodes that end, with fields `won` and `tokens`. Raises EngineError when the engine fails or more than
-    1 % of all replies hold a log-probability that is not finite; below that share such an episode does not count.
+    1 % of all replies hold a log-probability that is not finite; below that share such an episode does not count. Raises
+    ConfigError when the environment does.
     """
     waiting = list(enumerate(jobs))[::-1]
     most = len(jobs) if batch_episodes is None else batch_episodes
@@ -230,7 +231,12 @@ class _Live:
             self._end("context", won=self.won)
 
     def fail(self, error: Exception) -> None:
-        """End the episode with what the world raised; it does not count."""
+        """End the episode with what the world raised; it does not count.
+
+        A ConfigError is raised again: what the user has set wrongly is wrong for every episode.
+        """
+        if isinstance(error, ConfigError):
+            raise error
         timeout = isinstance(error, TimeoutError | EnvironmentTimeout)
         self._end("timeout" if timeout else "env_error", won=None, error=_described(error))
 

@@ -11,7 +11,7 @@ import pytest
 
 from data.environments import EnvironmentSpec
 from data.seeds import derive_seed
-from schemas.errors import ArtifactError, EngineError
+from schemas.errors import ArtifactError, ConfigError, EngineError
 from schemas.tables import SCHEMAS
 from stages.engines import GenerationResult
 from stages.engines.transformers_engine import TransformersEngine
@@ -308,3 +308,16 @@ def test_a_metric_that_is_no_number_is_a_fault_of_the_world(tokenizer, renderer)
     engine = ScriptedEngine(tokenizer, [("a", "eos")])
     [record] = play(engine, MeasuredWorld(math.nan), renderer, [job_of(fake_task("t"))], limits=LIMITS, temperature=1.0)
     assert record.stop_reason == "env_error" and "speed" in record.error
+
+
+class MisconfiguredWorld(FakeWorld):
+    """A world whose configuration is found to be wrong only when it starts."""
+
+    def start(self, task):
+        raise ConfigError("no such level", where="env.options.level")
+
+
+def test_a_configuration_error_of_the_world_ends_the_stage_and_is_no_episode(tokenizer, renderer):
+    engine = ScriptedEngine(tokenizer, [("a", "eos")])
+    with pytest.raises(ConfigError, match="no such level"):
+        play(engine, MisconfiguredWorld(), renderer, [job_of(fake_task("t"))], limits=LIMITS, temperature=1.0)

@@ -20,7 +20,7 @@ from data.search.scoring import exact_match, f1, substring_match
 from data.tasks import Panel, Task
 from schemas.artifacts import sha256_json
 from schemas.config_loading import options_from_mapping
-from schemas.errors import ArtifactError, EnvironmentFault
+from schemas.errors import ArtifactError, ConfigError
 
 REVISION = "1"  # raised whenever the same replies would lead to other texts or outcomes
 NOTHING_FOUND = "No passage was found."
@@ -47,27 +47,30 @@ class SearchEnvironment:
 
     @cached_property
     def version(self) -> str:
-        """Revision, retriever and what is shown of its answers; names a local index by its hash."""
-        options = self.options
-        index = options.retriever.index if options.retriever.kind == "http" else self.retriever.index_id()[:16]
+        """Revision, retriever and what is shown of its answers; names a local index by its hash.
+
+        Opens the retriever, so that a missing index or a wrong address is found before anything is played.
+        """
+        options, retriever = self.options, self.retriever
+        index = options.retriever.index if options.retriever.kind == "http" else retriever.index_id()[:16]
         words = f"{options.passage_words} words" if options.passage_words else "whole passages"
         return f"{REVISION} ({options.retriever.kind} index {index}, top {options.topk}, {words})"
 
     def start(self, task: Task) -> Session:
         """Begin with the question alone.
 
-        Raises ArtifactError for a task that is no question, EnvironmentFault when the index cannot be named or is not the
-        corpus that the question was made for.
+        Raises ArtifactError for a task that is no question, ConfigError when the index is not the corpus that the question
+        was made for, RetrievalFault when a server does not say which index it serves.
         """
         corpus = task.payload.get("corpus")
         found = self.retriever.corpus_sha256()
         if corpus is not None and found is not None and corpus != found:
-            raise EnvironmentFault(
+            raise ConfigError(
                 "the question belongs to another corpus",
-                where=task.task_id,
+                where=f"task {task.task_id}",
                 expected=f"an index of corpus {str(corpus)[:16]}",
                 found=found[:16],
-                remedy="give the index and the questions the same source",
+                remedy="give env.options.retriever.index and the questions the same source",
             )
         facts = [task.sha256, INVITATION, self.version, self.retriever.index_id(), dict(self.retriever.settings)]
         return SearchSession(self, _golds(task), sha256_json(facts))
@@ -97,10 +100,11 @@ class SearchEnvironment:
             [answer] = self.retriever.search([query], self.options.topk)
         if isinstance(answer, Exception):
             raise answer
+        self.retriever.empty += not answer
         return answer
 
     def counters(self) -> Mapping[str, float]:
-        """Searches of episodes, queries that were looked up for them, and the cache's hits and misses."""
+        """See `CountedRetriever.counters`."""
         return self.retriever.counters() if "retriever" in self.__dict__ else {}
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ class CountedRetriever:
         self._inner, self._corpus, self._cache = cache or inner, corpus, cache
         self.asked = 0  # searches of episodes; several may share a query
         self.looked_up = 0
+        self.empty = 0  # searches that found nothing
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -53,8 +54,8 @@ class CountedRetriever:
         return self._inner.search(queries, topk)
 
     def counters(self) -> dict[str, float]:
-        """`searches` of episodes, `lookups` of distinct queries for them, and the cache's hits and misses."""
-        counts = {"searches": float(self.asked), "lookups": float(self.looked_up)}
+        """`searches` of episodes, how many found nothing, `lookups` of distinct queries, the cache's hits and misses."""
+        counts = {"searches": float(self.asked), "found_nothing": float(self.empty), "lookups": float(self.looked_up)}
         if self._cache is not None:
             counts |= {"cache_hits": float(self._cache.hits), "cache_misses": float(self._cache.misses)}
         return counts

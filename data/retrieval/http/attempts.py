@@ -23,6 +23,7 @@ MAX_RESPONSE_BYTES = 64 * 1024 * 1024
 MAX_PAUSE_SECONDS = 30.0  # between two attempts, whatever Retry-After says
 BREAKER_PAUSE_SECONDS = 5.0
 
+_BUSY = frozenset({429, 502, 503, 504})
 _ABOUT_THE_BODY = {400, 413, 415, 422}  # what servers answer to a body of another variant, or that they cannot take
 
 T = TypeVar("T")
@@ -124,8 +125,11 @@ class Attempts:
 
     def _attempt(self, method: str, url: str, content: bytes | None, read: Callable[[Reply], T]) -> T:
         reply = self._exchange(method, url, content)
-        if reply.status == 429 or reply.status >= 500:
+        # A GET asks what not every server has; only one that is busy may have it later.
+        if reply.status in _BUSY or (method != "GET" and reply.status >= 500):
             found = f"status {reply.status} {_start(reply.body)}"
+            if method == "GET":
+                found += f" from {url}"
             remedy = "see the server's log; a server that is busy needs more env.options.retriever.retries"
             fault = self._fault("the retrieval server failed", "status 200", found, remedy)
             raise _Again(fault, answered=True, pause=reply.retry_after)
