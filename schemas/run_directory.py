@@ -14,7 +14,7 @@ import socket
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from schemas.artifacts import MANIFEST, file_errors, make_directory, remove_leftovers, write_file
@@ -35,12 +35,14 @@ class RunDirectory:
 
     root: Path
     config: Config
+    stored: bytes | None = field(default=None, repr=False, compare=False)  # config.toml when this handle was made
 
     @classmethod
     def create(cls, root: Path | str, config: Config) -> RunDirectory:
         """Start a run directory, or take up one that was started with an equal configuration.
 
-        Raises ConfigError when it holds another configuration, ArtifactError when it is of another version or damaged,
+        One that holds nothing but its configuration takes another: what failed before its first artefact, a wrong option or
+        a model that is not there, must be correctable by the same command. Raises ConfigError when it holds another configuration, ArtifactError when it is of another version or damaged,
         when `root` is a file or when it cannot be written, LockError when another process starts it at this moment.
         """
         root = _absolute(root)
@@ -54,9 +56,12 @@ class RunDirectory:
             with cls(root, config).lock():
                 # Asked again under the lock: of two first starts, only one may find its configuration on disk.
                 if not (root / CONFIG_FILE).exists():
-                    write_file(root / CONFIG_FILE, dump_toml(config).encode())
-                    return cls(root, config)
+                    return cls._written(root, config)
         run = cls.open(root)
+        if run.config != config and run.is_empty():
+            with run.lock():
+                if run.is_empty():
+                    return cls._written(root, config)
         if differing := differing_keys(run.config, config):
             shown = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
             raise ConfigError(
@@ -68,11 +73,22 @@ class RunDirectory:
             )
         return run
 
+    def is_empty(self) -> bool:
+        """Whether the run has made nothing yet: no panel, no table, no checkpoint."""
+        own = {CONFIG_FILE, LOCK_FILE, self.log_path.parent.name}
+        return not any(entry.name not in own for entry in self.root.iterdir())
+
     @classmethod
     def open(cls, root: Path | str) -> RunDirectory:
         """An existing run directory. Raises ArtifactError when it is missing, damaged or of another version."""
         root = _absolute(root)
-        return cls(root, _stored_config(root))
+        return cls(root, _stored_config(root), _config_bytes(root))
+
+    @classmethod
+    def _written(cls, root: Path, config: Config) -> RunDirectory:
+        content = dump_toml(config).encode()
+        write_file(root / CONFIG_FILE, content)
+        return cls(root, config, content)
 
     @staticmethod
     def exists(root: Path | str) -> bool:
@@ -110,7 +126,8 @@ class RunDirectory:
     def lock(self) -> Iterator[None]:
         """Hold the run for writing; what killed writers left behind is removed first. Re-entrant within a process.
 
-        Raises LockError naming the holder when another process has it. The lock belongs to the open file: it ends with
+        Raises LockError naming the holder when another process has it, ConfigError when another process has meanwhile
+        started the run with another configuration. The lock belongs to the open file: it ends with
         the process, however that ends.
         """
         if self.root in _HELD:
@@ -126,6 +143,7 @@ class RunDirectory:
             self._take(descriptor)
             _HELD[self.root] = 1
             try:
+                self._check_unchanged()
                 self.remove_leftovers()
                 yield
             finally:
@@ -149,6 +167,18 @@ class RunDirectory:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
+    def _check_unchanged(self) -> None:
+        """Raises ConfigError when config.toml is not the one that this handle was made with."""
+        if self.stored is None or _config_bytes(self.root) == self.stored:
+            return
+        raise ConfigError(
+            "another process has started the run directory with another configuration",
+            where=str(self.root),
+            expected="equal values (ours, stored)",
+            found=", ".join(differing_keys(self.config, self.open(self.root).config)[:3]) or "another file",
+            remedy="choose another --run",
+        )
+
     def remove_leftovers(self) -> list[Path]:
         """Remove the hidden temporaries of killed writers anywhere in the run, under the lock; returns what was removed."""
         if self.root not in _HELD:
@@ -163,6 +193,11 @@ class RunDirectory:
 
 def _absolute(root: Path | str) -> Path:
     return Path(os.path.realpath(Path(root).expanduser()))
+
+
+def _config_bytes(root: Path) -> bytes:
+    with file_errors(root):
+        return (root / CONFIG_FILE).read_bytes()
 
 
 def _stored_config(root: Path) -> Config:

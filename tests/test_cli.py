@@ -258,6 +258,7 @@ def test_options_start_a_run_and_another_configuration_is_refused_later(
     assert _call(*start) == 0
     assert _call("rollout", "--run", tmp_path / "run", "--quiet") == 0
     assert _call("rollout", "--run", tmp_path / "run", "--set", "run.seed=7", "--quiet") == 0
+    (tmp_path / "run" / "rollouts").mkdir()  # the stage has made something
     capsys.readouterr()
     assert _call("rollout", "--run", tmp_path / "run", "--set", "run.seed=8", "--quiet") == 2
     assert "run.seed (7, 8)" in capsys.readouterr().err

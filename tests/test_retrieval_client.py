@@ -378,7 +378,9 @@ def test_our_server_tells_its_index() -> None:
         assert retriever.index_id() == HASH_A and retriever.corpus_sha256() == "c" * 64
 
 
-@pytest.mark.parametrize("health", [(404, "{}"), (405, "{}"), (200, '{"status": "ok"}'), (200, "<html>")])
+@pytest.mark.parametrize(
+    "health", [(404, "{}"), (405, "{}"), (500, "{}"), (501, "<html>"), (200, '{"status": "ok"}'), (200, "<html>")]
+)
 def test_another_server_has_the_configured_name(health: tuple[int, str]) -> None:
     with http_server(lambda path, body: (*health, {})) as (url, _):
         retriever = client(url, index="wiki18-e5")

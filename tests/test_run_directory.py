@@ -36,6 +36,7 @@ def test_an_equal_configuration_resumes_and_another_one_is_refused_by_its_keys(t
     config = load_config(None, None, ["rollout.group_size=4"])
     run = RunDirectory.create(tmp_path / "run", config)
     assert RunDirectory.create(tmp_path / "run", config) == run == RunDirectory.open(tmp_path / "run")
+    (run.root / "panels").mkdir()  # it has made something
     before = (run.root / "config.toml").read_bytes()
     with pytest.raises(ConfigError, match=r"rollout.group_size \(4, 8\)") as caught:
         RunDirectory.create(tmp_path / "run", Config())
@@ -75,7 +76,33 @@ def test_of_two_first_starts_with_different_configurations_one_fails_and_the_oth
     except ConfigError:
         assert codes == [0] and RunDirectory.open(root).config.run.seed == 7
     else:
-        assert codes == [1] and RunDirectory.open(root) == mine
+        assert RunDirectory.open(root) == mine
+        if codes == [0]:  # the other had made nothing yet, and can no longer begin
+            other = RunDirectory(root, load_config(None, None, ["run.seed=7"]), b"as it was")
+            with pytest.raises(ConfigError, match="another process"), other.lock():
+                pass
+
+
+def test_a_run_that_has_made_nothing_takes_another_configuration_and_the_first_owner_cannot_begin(
+    tmp_path: Path,
+) -> None:
+    first = RunDirectory.create(tmp_path / "run", Config())
+    (first.root / "logs").mkdir()
+    second = RunDirectory.create(tmp_path / "run", load_config(None, None, ["run.seed=7"]))
+    assert RunDirectory.open(tmp_path / "run") == second
+    with pytest.raises(ConfigError, match=r"another process.*run.seed \(0, 7\)"), first.lock():
+        pass
+    with second.lock():
+        pass
+
+
+@pytest.mark.parametrize("name", ["panels", "rollouts", "checkpoints"])
+def test_a_run_that_has_made_something_keeps_its_configuration(tmp_path: Path, name: str) -> None:
+    run = RunDirectory.create(tmp_path / "run", Config())
+    (run.root / name).mkdir()
+    with pytest.raises(ConfigError, match="was started with another configuration"):
+        RunDirectory.create(tmp_path / "run", load_config(None, None, ["run.seed=7"]))
+    assert RunDirectory.open(tmp_path / "run") == run
 
 
 def test_a_run_directory_of_another_version_is_refused_with_both_versions(tmp_path: Path) -> None:
