@@ -21,7 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Index = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of an index.")]
+Index = Annotated[
+    str, typer.Argument(metavar="DIR", help="The directory of an index, or generated:articles=3000,seed=1.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -29,7 +31,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 def build(
     passages: Annotated[
         list[Path],
-        typer.Option(metavar="FILE", help="JSON lines (plain, .gz, .xz) or Parquet; repeatable, read in this order."),
+        typer.Option(
+            metavar="FILE",
+            readable=False,
+            help="JSON lines (plain, .gz, .xz) or Parquet; repeatable, read in this order.",
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The directory to write.")],
     kind: Annotated[str, typer.Option(help="bm25 or dense.")] = "bm25",
@@ -77,7 +83,7 @@ def build(
 @app.command()
 def show(directory: Index, json_: AsJson = False) -> None:
     """Show what an index holds and what it was made with."""
-    _print(str(directory), None, _facts(_open(directory)), json_)
+    _print(directory, None, _facts(_open(directory)), json_)
 
 
 @app.command()
@@ -88,9 +94,9 @@ def search(
     json_: AsJson = False,
 ) -> None:
     """Print the passages that answer a query best, best first."""
-    from data.retrieval.open_index import open_retriever
+    from data.retrieval.open_index import retriever_of
 
-    retriever = open_retriever(directory)
+    retriever = retriever_of(_open(directory))
     try:
         answer = retriever.search([query], topk)[0]
     finally:
@@ -114,10 +120,10 @@ if importlib.util.find_spec("rsipo_cli.serve") is not None:
     app.command("serve")(importlib.import_module("rsipo_cli.serve").serve)
 
 
-def _open(directory: Path) -> IndexDirectory:
-    from data.retrieval.index.directory import IndexDirectory
+def _open(source: str) -> IndexDirectory:
+    from data.search.retrievers import open_index
 
-    return IndexDirectory.open(directory)
+    return open_index(source)
 
 
 def _facts(index: IndexDirectory) -> dict[str, Any]:

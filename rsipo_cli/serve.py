@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,9 @@ from rsipo_cli import options
 
 
 def serve(
-    index: Annotated[Path, typer.Option("--index", metavar="DIR", help="The index directory.")],
+    index: Annotated[
+        str, typer.Option("--index", metavar="DIR", help="The index directory, or generated:articles=3000,seed=1.")
+    ],
     host: Annotated[str, typer.Option("--host", help="The address to listen on; anyone who reaches it can ask.")] = (
         "127.0.0.1"
     ),
@@ -31,8 +32,8 @@ def serve(
 ) -> None:
     """Serve an index by the Search-R1 protocol until stopped: POST /retrieve, GET /health."""
     from data.retrieval.http.server import IndexInfo, create_app, listen, run_server, url_of
-    from data.retrieval.index.directory import IndexDirectory
     from data.retrieval.open_index import retriever_of
+    from data.search.retrievers import open_index
     from rsipo_cli.console import json_text
     from rsipo_cli.failures import Stopped
     from rsipo_cli.text import visible
@@ -40,7 +41,7 @@ def serve(
 
     if topk > max_topk:
         raise ConfigError("more passages than allowed", where="--topk", expected=f"at most {max_topk}", found=topk)
-    directory = IndexDirectory.open(index)
+    directory = open_index(index)
     retriever = retriever_of(directory)
     info = IndexInfo(directory.index_id, directory.corpus_sha256, directory.kind, directory.passages)
     app = create_app(

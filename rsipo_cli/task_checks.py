@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -87,13 +86,13 @@ def _stock_fault(task: Task, commands: list[str]) -> str | None:
         session.close()
 
 
-def check_questions(source: str, limit: int | None, *, index: Path | None, topk: int) -> Outcome:
+def check_questions(source: str, limit: int | None, *, index: str | None, topk: int) -> Outcome:
     """Questions and answers are more than articles and punctuation; with an index, how often it finds a gold answer."""
-    from data.retrieval.index.directory import IndexDirectory
     from data.search.question_checks import question_faults, repeated_questions
+    from data.search.retrievers import open_index
 
     outcome = Outcome(load_panel(SEARCH, source, limit))
-    opened = None if index is None else IndexDirectory.open(index)
+    opened = None if index is None else open_index(index)
     usable: list[Task] = []
     for task in outcome.panel:
         faults = question_faults(task)

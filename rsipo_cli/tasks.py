@@ -102,7 +102,7 @@ def check(
     env: Env = "household",
     stock: Annotated[bool, typer.Option("--stock", help="household: play each plan on the stock engine too.")] = False,
     index: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="search: how often this index finds a gold answer.")
+        str | None, typer.Option(metavar="DIR", help="search: how often this index finds a gold answer.")
     ] = None,
     topk: Annotated[int, typer.Option(min=1, help="search: how many passages a question may look at.")] = 3,
     limit: Limit = None,

@@ -147,10 +147,10 @@ def file_errors(path: Path | str) -> Iterator[None]:
             raise
         closed = error.errno in _CLOSED
         raise ArtifactError(
-            "the directory cannot be written" if closed else "a file operation failed",
+            "it cannot be read or written" if closed else "a file operation failed",
             where=str(path),
             found=error.strerror or str(error),
-            remedy="check its permissions, or choose another directory" if closed else "check the path and the disk",
+            remedy="check its permissions, or choose another place" if closed else "check the path and the disk",
         ) from error
 
 

@@ -239,6 +239,10 @@ def _config_error(fault: dict[str, Any], origins: Origins, known: Sequence[str] 
     if fault["type"] == UNKNOWN_NAME:
         expected = ", ".join(map(repr, context["names"])) + " or an import string package.module:Class"
         return _not_allowed(where, expected, context["names"], fault["input"])
+    if fault["type"] == "string_too_short":
+        return ConfigError(
+            "value not allowed", where=where, expected="text that is not empty", found=repr(fault["input"])
+        )
     if fault["type"] == "finite_number":
         return ConfigError("value out of range", where=where, expected="a finite number", found=repr(fault["input"]))
     expected = _TYPES.get(fault["type"].removesuffix("_type"), "a table of keys")

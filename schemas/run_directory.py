@@ -24,6 +24,7 @@ from schemas.errors import ArtifactError, ConfigError, LockError, RsipoError
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
+PANELS = "panels"
 
 # Locks this process holds, by absolute root: the loop locks a run and calls stages that lock it again.
 _HELD: dict[Path, int] = {}
@@ -41,8 +42,8 @@ class RunDirectory:
     def create(cls, root: Path | str, config: Config) -> RunDirectory:
         """Start a run directory, or take up one that was started with an equal configuration.
 
-        One that holds nothing but its configuration takes another: what failed before its first artefact, a wrong option or
-        a model that is not there, must be correctable by the same command. Raises ConfigError when it holds another configuration, ArtifactError when it is of another version or damaged,
+        One that holds nothing that was played or trained, nor a checkpoint, takes another configuration: what failed at its
+        beginning, a wrong option or a model that is not there, must be correctable by the same command. Raises ConfigError when it holds another configuration, ArtifactError when it is of another version or damaged,
         when `root` is a file or when it cannot be written, LockError when another process starts it at this moment.
         """
         root = _absolute(root)
@@ -61,6 +62,7 @@ class RunDirectory:
         if run.config != config and run.is_empty():
             with run.lock():
                 if run.is_empty():
+                    shutil.rmtree(root / PANELS, ignore_errors=True)  # of the other configuration
                     return cls._written(root, config)
         if differing := differing_keys(run.config, config):
             shown = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
@@ -74,8 +76,8 @@ class RunDirectory:
         return run
 
     def is_empty(self) -> bool:
-        """Whether the run has made nothing yet: no panel, no table, no checkpoint."""
-        own = {CONFIG_FILE, LOCK_FILE, self.log_path.parent.name}
+        """Whether the run has made nothing yet but panels, which can be made again: no table, no checkpoint."""
+        own = {CONFIG_FILE, LOCK_FILE, PANELS, self.log_path.parent.name}
         return not any(entry.name not in own for entry in self.root.iterdir())
 
     @classmethod
@@ -105,7 +107,7 @@ class RunDirectory:
 
     def panel_path(self, name: str) -> Path:
         """`RUN/panels/<name>.jsonl.xz`."""
-        return self.root / "panels" / f"{name}.jsonl.xz"
+        return self.root / PANELS / f"{name}.jsonl.xz"
 
     @property
     def log_path(self) -> Path:

@@ -50,10 +50,11 @@ Weights = tuple[Path, str]  # model directory, weights hash
 
 def stage_inputs(run: RunDirectory, step: int, bench: Workbench, weights_sha256: str | None = None) -> dict[str, str]:
     """Hashes of what the stage's output depends on; `weights_sha256` of a model that is no checkpoint of the run."""
+    # The environment first, the weights last: what is configured wrongly is found before checkpoint 0 is made.
     return {
-        "weights": weights_sha256 or bench.weights_sha256(step),
         ENVIRONMENT: bench.environment_version,
         "panel": bench.panel_sha256(EVALUATE),
+        "weights": weights_sha256 or bench.weights_sha256(step),
         "config": config_part_sha256(run.config, *DECIDING),
         "code": code_version(),
     }
@@ -195,7 +196,7 @@ def check_errors(result: StageResult, config: Config) -> None:
             "too many episodes of evaluate ended in an environment error, its figures mean little",
             where="env.max_error_share",
             expected=f"at most {config.env.max_error_share:.0%}",
-            found=f"{errors} of {episodes}, the first: {first[:200]!r}",
+            found=f"{errors} of {episodes}, the first: {first[:600]!r}",
             remedy="repair the environment and run the same command with --force",
         )
 

@@ -21,6 +21,7 @@ from schemas.config import Config
 from schemas.errors import ArtifactError, ConfigError, RsipoError
 from schemas.run_directory import RunDirectory
 from stages import estimate_gains, evaluate, replay, rollout
+from stages.panels import TRAIN
 from stages.stage import StageResult
 from stages.trackers import Trackers
 from stages.workbench import ENVIRONMENT, Workbench, bench_of
@@ -113,6 +114,8 @@ def run(
         trackers = Trackers(run.config.run.trackers, reporter)
         walk = _Walk(run, total, force, reporter, workbench, trackers)
         walk.announce()
+        # What is configured wrongly is found before anything is made: an evaluation comes first and needs no training panel.
+        _ = workbench.environment_version, workbench.panel_sha256(TRAIN)
         trackers.start(run.root, run.config.model_dump(mode="json"))
         try:
             walk.evaluate(0)

@@ -78,6 +78,6 @@ def check_error_share(run: RunDirectory, step: int, tables: Sequence[str], *, li
         f"too many episodes of {stage} ended in an environment error",
         where="env.max_error_share",
         expected=f"at most {limit:.0%}",
-        found=f"{len(errors)} of {len(rows)}, the first: {errors[0][:200]!r}",
+        found=f"{len(errors)} of {len(rows)}, the first: {errors[0][:600]!r}",
         remedy="repair the environment and run the same command again",
     )

@@ -32,10 +32,11 @@ PLAYING = ("env.name", "env.options", "env.max_turns", "prompt", "engine", "mode
 def stage_inputs(run: RunDirectory, step: int, bench: Workbench) -> dict[str, str]:
     """Hashes of what the stage's output depends on."""
     fields = (*PLAYING, "run.seed", "tasks.per_step", "rollout")
+    # The environment first, the weights last: what is configured wrongly is found before checkpoint 0 is made.
     return {
-        "weights": bench.weights_sha256(step - 1),
         ENVIRONMENT: bench.environment_version,
         "panel": bench.panel_sha256(TRAIN),
+        "weights": bench.weights_sha256(step - 1),
         "config": config_part_sha256(run.config, *fields),
         "code": code_version(),
     }

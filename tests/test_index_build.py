@@ -179,7 +179,7 @@ def test_a_damaged_index_is_noticed_and_rebuilt_only_when_forced(corpus: Path, t
 
 
 def test_opening_what_is_no_index_says_so(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(ArtifactError, match="missing"):
+    with pytest.raises(ArtifactError, match="there is no index here"):
         IndexDirectory.open(tmp_path / "none")
     with pytest.raises(ArtifactError, match="unfinished"):
         IndexDirectory.open(tmp_path)

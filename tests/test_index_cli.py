@@ -120,7 +120,7 @@ def test_bad_input_ends_with_the_errors_that_carry_exit_codes(corpus: Path) -> N
     assert RUNNER.invoke(app, ["index", "build", "--out", str(out)]).exit_code == 2
     assert RUNNER.invoke(app, ["index", "build", "--passages", str(corpus)]).exit_code == 2
     for missing in (out, "~no-such-user/index"):
-        with pytest.raises(ArtifactError, match="missing"):
+        with pytest.raises(ArtifactError, match="there is no index here"):
             run("show", missing)
     with pytest.raises(ArtifactError, match="cannot be read"):
         run("build", "--passages", "~no-such-user/corpus.jsonl", "--out", out)

@@ -39,7 +39,7 @@ def test_the_order_of_the_tasks_does_not_change_the_bytes_and_nothing_else_is_le
     assert [entry.name for entry in (tmp_path / "again").iterdir()] == ["questions.parquet"]
 
 
-texts = st.text(min_size=1, max_size=12).filter(lambda text: text.strip() and text.isprintable())
+texts = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1, max_size=12)  # visible characters
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -143,7 +143,7 @@ def damaged(path: Path) -> None:
     ("spoil", "message"),
     [
         (other_table, "no question table.*found question, answer"),
-        (other_version, "expected version 1, found version 9"),
+        (other_version, "expected version 1 with .*, found version 9"),
         (missing_column, "another schema"),
         (damaged, "cannot be read"),
         (Path.unlink, "no such question table"),

@@ -333,7 +333,7 @@ def accepts(host: str, port: int) -> bool:
 @pytest.mark.parametrize(
     ("options", "code", "part"),
     [
-        ({"index": Path("nowhere")}, 3, "missing"),
+        ({"index": "nowhere"}, 3, "there is no index here"),
         ({"topk": 5, "max_topk": 4}, 2, "--topk"),
         ({"host": "no.such.host.invalid"}, 2, "cannot listen"),
         ({"port": None}, 2, "cannot listen"),
@@ -346,7 +346,7 @@ def test_what_cannot_be_served_is_an_error_of_its_kind(
         taken = listener.getsockname()[1]
         options = {name: taken if value is None else value for name, value in options.items()}
         with pytest.raises(RsipoError, match=part) as caught:
-            serve(**{"index": index, **options})
+            serve(**{"index": str(index), **options})
     assert caught.value.exit_code == code
 
 

@@ -36,7 +36,7 @@ def test_an_equal_configuration_resumes_and_another_one_is_refused_by_its_keys(t
     config = load_config(None, None, ["rollout.group_size=4"])
     run = RunDirectory.create(tmp_path / "run", config)
     assert RunDirectory.create(tmp_path / "run", config) == run == RunDirectory.open(tmp_path / "run")
-    (run.root / "panels").mkdir()  # it has made something
+    (run.root / "rollouts").mkdir()  # it has made something
     before = (run.root / "config.toml").read_bytes()
     with pytest.raises(ConfigError, match=r"rollout.group_size \(4, 8\)") as caught:
         RunDirectory.create(tmp_path / "run", Config())
@@ -88,15 +88,17 @@ def test_a_run_that_has_made_nothing_takes_another_configuration_and_the_first_o
 ) -> None:
     first = RunDirectory.create(tmp_path / "run", Config())
     (first.root / "logs").mkdir()
+    (first.root / "panels").mkdir()
+    (first.root / "panels" / "train.json").write_text("of the first configuration")
     second = RunDirectory.create(tmp_path / "run", load_config(None, None, ["run.seed=7"]))
-    assert RunDirectory.open(tmp_path / "run") == second
+    assert RunDirectory.open(tmp_path / "run") == second and not (second.root / "panels").exists()
     with pytest.raises(ConfigError, match=r"another process.*run.seed \(0, 7\)"), first.lock():
         pass
     with second.lock():
         pass
 
 
-@pytest.mark.parametrize("name", ["panels", "rollouts", "checkpoints"])
+@pytest.mark.parametrize("name", ["rollouts", "checkpoints", "sft"])
 def test_a_run_that_has_made_something_keeps_its_configuration(tmp_path: Path, name: str) -> None:
     run = RunDirectory.create(tmp_path / "run", Config())
     (run.root / name).mkdir()
@@ -151,7 +153,7 @@ def test_a_directory_that_cannot_be_written_exits_with_3(
         raise OSError(number, os.strerror(number), str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ArtifactError, match="cannot be written.*choose another directory") as caught:
+    with pytest.raises(ArtifactError, match="cannot be read or written.*choose another place") as caught:
         RunDirectory.create(tmp_path / "run", Config())
     assert caught.value.exit_code == 3
 
@@ -163,7 +165,7 @@ def test_a_lock_that_cannot_be_made_is_one_sentence(tmp_path: Path, monkeypatch:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(run_directory.os, "open", refuse)
-    with pytest.raises(ArtifactError, match="cannot be written"), run.lock():
+    with pytest.raises(ArtifactError, match="cannot be read or written"), run.lock():
         pass
 
 

@@ -10,6 +10,7 @@ import glob
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,26 @@ def hub_rows(questions: QuestionSet, split: str, where: str) -> Iterator[tuple[s
     name = hub_split(questions, split, where)
     place = f"{questions.hub}, split {name}"
     try:
-        rows = datasets.load_dataset(questions.hub, questions.config, split=name)
+        with _quiet_hub():
+            rows = datasets.load_dataset(questions.hub, questions.config, split=name)
     except Exception as error:  # datasets, huggingface_hub and the network raise classes of many modules
         raise _hub_error(error, questions, place, where) from error
     for number, row in enumerate(rows, start=1):
         yield f"{place}, row {number}", row
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Without the lines that the hub's client logs for each attempt: what went wrong is said once, in the end."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def hub_split(questions: QuestionSet, split: str, where: str) -> str:

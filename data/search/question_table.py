@@ -148,7 +148,7 @@ def _check_schema(found: pa.Schema, path: Path) -> None:
         raise ArtifactError(
             "the question table has another schema than this release",
             where=str(path),
-            expected=f"version {VERSION}",
-            found=f"version {(version or b'none').decode(errors='replace')}",
+            expected=f"version {VERSION} with {', '.join(SCHEMA.names)}",
+            found=f"version {(version or b'none').decode(errors='replace')} with {', '.join(found.names)}",
             remedy=REMEDY,
         )

@@ -105,18 +105,21 @@ def _server(chosen: RetrieverOptions) -> tuple[Retriever, Callable[[], str | Non
 
 
 def _local(chosen: RetrieverOptions) -> tuple[Retriever, Callable[[], str | None]]:
-    from data.retrieval.index.directory import IndexDirectory
     from data.retrieval.open_index import retriever_of
 
-    if chosen.index.startswith(GENERATED):
-        index = generated_index(chosen.index)
-    else:
-        index = IndexDirectory.open(chosen.index)
+    index = open_index(chosen.index)
     if index.kind != chosen.kind:
         raise ConfigError(
             "the index is of another kind", where="env.options.retriever", expected=chosen.kind, found=index.kind
         )
     return retriever_of(index), lambda: index.corpus_sha256
+
+
+def open_index(source: str) -> IndexDirectory:
+    """The index in a directory, or that of a generated encyclopaedia. Raises ArtifactError or ConfigError for neither."""
+    from data.retrieval.index.directory import IndexDirectory
+
+    return generated_index(source) if source.startswith(GENERATED) else IndexDirectory.open(source)
 
 
 def generated_index(source: str) -> IndexDirectory:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from schemas.errors import EngineError
 
@@ -35,6 +36,7 @@ def load_module(model_dir: Path | str, dtype: str, device: str) -> PreTrainedMod
     """
     if dtype not in DTYPES:
         raise EngineError("unknown dtype", where="model.dtype", expected=" or ".join(DTYPES), found=dtype)
+    disable_progress_bar()
     try:
         module, info = AutoModelForCausalLM.from_pretrained(
             str(model_dir),

@@ -37,6 +37,14 @@ class IndexDirectory:
         Raises ArtifactError for a directory that is missing, unfinished, damaged, or no index.
         """
         root = Path(os.path.realpath(os.path.expanduser(path)))
+        if not root.is_dir():
+            raise ArtifactError(
+                "there is no index here",
+                where=str(root),
+                expected="a directory that `rsipo index build` has made",
+                found="a file" if root.exists() else "nothing",
+                remedy="build one with: rsipo index build --passages FILE --out DIR",
+            )
         manifest = read_manifest(root, verify=False, remedy=_REMEDY)
         facts = manifest.extra
         if manifest.kind != INDEX_KIND or facts.get("version") != INDEX_VERSION:
