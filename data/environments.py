@@ -152,17 +152,22 @@ class EnvironmentSpec:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def build(self) -> Environment:
-        """Import and construct. Raises ConfigError when the name, the class or an option does not exist."""
+    def target(self) -> str:
+        """The import string of the class. Raises ConfigError for a name that is neither built in nor one."""
         target = BUILTIN.get(self.name, self.name)
-        module_name, colon, attribute = target.partition(":")
-        if not colon:
+        if ":" not in target:
             raise ConfigError(
                 "unknown environment",
                 where="env.name",
                 expected=f"one of {', '.join(sorted(BUILTIN))} or an import string module:Class",
                 found=repr(self.name),
             )
+        return target
+
+    def build(self) -> Environment:
+        """Import and construct. Raises ConfigError when the name, the class or an option does not exist."""
+        target = self.target()
+        module_name, _, attribute = target.partition(":")
         try:
             factory = getattr(importlib.import_module(module_name), attribute)
         except (ImportError, AttributeError) as error:

@@ -32,6 +32,11 @@ def load_panel(env: str, source: str, limit: int | None) -> Panel:
     if env == HOUSEHOLD:
         from data.household.panels import load_panel as load
 
+        if source.endswith(TABLE):
+            raise ConfigError(
+                "a Parquet table is a panel of questions", where=source, expected="a panel of games",
+                remedy="add --env search",
+            )  # fmt: skip
         panel = load(source)
     elif env == SEARCH:
         from data.search.panels import load_panel as load_questions
@@ -60,6 +65,9 @@ def write_panel(env: str, panel: Panel, out: Path) -> None:
 
 def check_suffix(env: str, out: Path) -> None:
     """Raises ConfigError when the panel could not be read again under this name."""
+    from data.environments import EnvironmentSpec
+
+    EnvironmentSpec(env).target()
     suffixes = TABLE if env == SEARCH else LINES
     if out.suffix not in suffixes:
         raise ConfigError(

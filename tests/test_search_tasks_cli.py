@@ -15,8 +15,9 @@ from data.search.panels import load_panel
 from data.search.question_checks import Recall, holds_answer, question_faults, recall_by_set, repeated_questions
 from data.search.question_table import read_questions, write_questions
 from data.tasks import Panel, Task
+from rsipo_cli import task_panels
 from rsipo_cli.tasks import app
-from schemas.errors import EnvironmentFault, RsipoError
+from schemas.errors import ConfigError, EnvironmentFault, RsipoError
 
 GENERATED = "generated:articles=300,seed=1,split=train,count=12"
 ELSEWHERE = "tests.test_search_tasks_cli:Elsewhere"
@@ -273,3 +274,10 @@ def test_another_environment_lists_builds_and_checks_its_own_sources(tmp_path: P
     assert checked.exit_code == 1 and "1 of 3 tasks are good" in checked.stdout
     assert "bad: fickle: it does not start the same twice" in checked.stdout
     assert "bad: broken: no such world" in checked.stdout
+
+
+def test_a_question_table_without_its_environment_and_an_unknown_environment_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="add --env search"):
+        task_panels.load_panel("household", "questions.parquet", None)
+    with pytest.raises(ConfigError, match="unknown environment.*household, search"):
+        task_panels.check_suffix("foo", tmp_path / "m.parquet")
