@@ -121,7 +121,7 @@ class Learner:
         `kl_reference_dir` is the initial policy; it is read only when the objective has a KL term. Raises ArtifactError
         when what was loaded is not what the files hold.
         """
-        set_threads(config.run.threads, config.learner.processes)
+        set_threads(config.run.threads)  # of this process: `stages.launch` has divided them among several
         self.config = config
         self.objective = objective_of(config.objective)
         self.model_dir = model_dir

@@ -19,8 +19,8 @@ def threads_of(threads: int, processes: int = 1) -> int:
     return max(1, (threads or len(os.sched_getaffinity(0))) // processes)
 
 
-def set_threads(threads: int, processes: int = 1) -> None:
-    """Make torch use `threads_of(threads, processes)` in this process."""
+def set_threads(threads: int) -> None:
+    """Make torch use `threads_of(threads)` in this process."""
     import torch
 
-    torch.set_num_threads(threads_of(threads, processes))
+    torch.set_num_threads(threads_of(threads))
