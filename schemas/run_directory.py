@@ -84,7 +84,8 @@ class RunDirectory:
     def open(cls, root: Path | str) -> RunDirectory:
         """An existing run directory. Raises ArtifactError when it is missing, damaged or of another version."""
         root = _absolute(root)
-        return cls(root, _stored_config(root), _config_bytes(root))
+        config, content = _stored_config(root)
+        return cls(root, config, content)
 
     @classmethod
     def _written(cls, root: Path, config: Config) -> RunDirectory:
@@ -202,15 +203,15 @@ def _config_bytes(root: Path) -> bytes:
         return (root / CONFIG_FILE).read_bytes()
 
 
-def _stored_config(root: Path) -> Config:
+def _stored_config(root: Path) -> tuple[Config, bytes]:
+    """The stored configuration and the bytes it was read from."""
     path = root / CONFIG_FILE
     if not path.is_file():
         what = "the directory is not a run directory" if root.is_dir() else "the run directory does not exist"
         if root.exists() and not root.is_dir():
             what = "the run directory is not a directory"
         raise ArtifactError(what, where=str(root), expected=CONFIG_FILE, remedy="start one with `rsipo loop --run DIR`")
-    with file_errors(path):
-        content = path.read_bytes()
+    content = _config_bytes(root)
     try:
         data = tomllib.loads(content.decode())
     except ValueError as error:  # TOML or UTF-8
@@ -224,7 +225,7 @@ def _stored_config(root: Path) -> Config:
             remedy="use the release that wrote it, or start a new run directory",
         )
     try:
-        return config_from_mapping(data)
+        return config_from_mapping(data), content
     except ConfigError as error:
         raise ArtifactError(
             f"the run's configuration does not fit this release: {error.what}",

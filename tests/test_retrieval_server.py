@@ -277,9 +277,10 @@ def ready(process: subprocess.Popen[str]) -> Mapping[str, Any]:
 
 
 def test_blank_queries_of_other_clients_find_nothing_and_spoil_no_batch(index: Path) -> None:
-    from data.retrieval.open_index import open_retriever
+    from data.retrieval.index.directory import IndexDirectory
+    from data.retrieval.open_index import retriever_of
 
-    with serving(open_retriever(index)) as client:  # type: ignore[arg-type]
+    with serving(retriever_of(IndexDirectory.open(index))) as client:  # type: ignore[arg-type]
         [nothing, found] = client.post("/retrieve", json={"queries": [" ", "mountain"], "topk": 1}).json()["result"]
         assert nothing == [] and len(found) == 1
         assert client.post("/retrieve", json={"query": ""}).json()["result"] == [[]]
@@ -287,9 +288,10 @@ def test_blank_queries_of_other_clients_find_nothing_and_spoil_no_batch(index: P
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_serves_an_index_and_ends_cleanly_after_the_request_in_flight(index: Path, number: int) -> None:
-    from data.retrieval.open_index import open_retriever
+    from data.retrieval.index.directory import IndexDirectory
+    from data.retrieval.open_index import retriever_of
 
-    local = open_retriever(index)
+    local = retriever_of(IndexDirectory.open(index))
     with command("--index", str(index), "--port", "0", "--json") as process:
         facts = ready(process)
         remote = HttpRetriever(facts["url"], index=facts["index_id"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.retrieval import Retriever
@@ -25,10 +24,3 @@ def retriever_of(index: IndexDirectory) -> Retriever:
     raise ArtifactError(
         "unknown kind of index", expected="bm25 or dense", found=repr(index.kind), remedy="build it with this release"
     )
-
-
-def open_retriever(path: Path | str) -> Retriever:
-    """Open the index directory at `path`. Raises ArtifactError when it is missing, damaged or of an unknown kind."""
-    from data.retrieval.index.directory import IndexDirectory
-
-    return retriever_of(IndexDirectory.open(Path(path)))

@@ -109,6 +109,7 @@ class SearchEnvironment:
 
     def close(self) -> None:
         """Let go of the retriever; the next start opens it again."""
+        self._round = {}
         retriever: Retriever | None = self.__dict__.pop("retriever", None)
         if retriever is not None:
             retriever.close()
